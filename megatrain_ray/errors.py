@@ -96,4 +96,4 @@ class StalledError(TrainingError):
 
 
 class ActorLostError(TrainingError):
-    """An actor died repeatedly in the same action. Scenario: the kernel kills the optimizer for memory at each retry."""
+    """An actor died repeatedly in one action. Scenario: the kernel kills the optimizer for memory at each retry."""

@@ -1,8 +1,9 @@
 """Where each tensor of a layer lies in the layer's flat buffer (pure: no torch, no ray).
 
 A model is a stream of layers: ``embed`` (what runs before the decoder layers), ``layer-0000`` ... and ``head`` (final
-norm and output projection, without weights tied to the embedding). A layer's tensors lie in one flat buffer at the same *element* offsets in every
-dtype, so that casting masters to compute weights, clipping and AdamW are single passes over one-dimensional arrays.
+norm and output projection, without weights tied to the embedding). A layer's tensors lie in one flat buffer at the same
+*element* offsets in every dtype, so that casting masters to compute weights, clipping and AdamW are single passes over
+one-dimensional arrays.
 """
 
 from __future__ import annotations
@@ -12,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 TENSOR_ALIGN_NUMEL = 64
-"""Each tensor starts at a multiple of this many elements: 256 B in fp32, 128 B in bf16, what vectorized kernels like."""
+"""Each tensor starts at a multiple of this many elements: 256 B in fp32, 128 B in bf16, for vectorized kernels."""
 
 LAYER_ALIGN_NUMEL = 1024
-"""A layer's length is a multiple of this many elements: 4096 B in fp32, a block of direct I/O, so sections start aligned."""
+"""A layer's length is a multiple of this many elements: 4096 B in fp32, so that sections suit direct I/O."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of each dtype that a layer buffer may have, by torch's name of the dtype."""

@@ -1,7 +1,7 @@
 """`PackedLayer`: the one tensor type that crosses an actor boundary (no torch, no ray).
 
-Ray pickles it with protocol 5: the numpy buffer travels out of band, is copied once into the object store, and is read from there
-without a copy, read-only.
+Ray pickles it with protocol 5: the numpy buffer travels out of band, is copied once into the object store, and is read
+from there without a copy, read-only.
 """
 
 from __future__ import annotations
