@@ -1,7 +1,7 @@
 """The CPU tier: fp32 masters and AdamW moments, in RAM that outlives the actor or paged through the store.
 
 An update is one pass over memory in chunks that stay in cache. A layer in RAM is updated in place, each chunk copied to
-an undo journal first: a process that is killed leaves a chunk old, or new, or undone by the next process, never a mix. A
+an undo journal first: a killed process leaves a chunk old, or new, or undone by the next process, never a mix. A
 layer's version word counts finished steps and, within the step being taken, finished chunks, so that repeating a call
 is harmless and goes on where the last one died. A layer from the store is updated out of place.
 """

@@ -1,0 +1,251 @@
+"""How a layer reaches the device and its gradient leaves it: one interface, a CPU and a CUDA implementation.
+
+On the CPU nothing moves: weights are read where the object store holds them, gradients are handed over where they were
+summed. On CUDA three streams work side by side, and each buffer that is used again is guarded by events::
+
+    h2d_stream       pinned slot -> device slot         waits for compute_done, records params_ready
+    compute stream   forward, backward                  waits for params_ready, records compute_done and grads_ready
+    d2h_stream       device gradient -> pinned slot     waits for grads_ready, records grads_done
+
+A thread copies weights from the object store into the pinned slot, so that the thread which launches kernels never waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megatrain_ray.packed import PackedLayer
+from megatrain_ray.tensors import as_tensor
+
+__all__ = ["CpuDevice", "CudaDevice", "Device", "open_device"]
+
+
+class Device(Protocol):
+    """What `GpuWorker` needs of a device. ``Any`` tickets belong to the implementation."""
+
+    name: torch.device
+
+    def load(self, params: PackedLayer) -> Any:
+        """Starts to bring compute weights onto the device; returns a ticket."""
+
+    def weights(self, ticket: Any) -> Tensor:
+        """The flat weights [numel] in the compute dtype; kernels launched from now on find them there."""
+
+    def release(self, ticket: Any) -> None:
+        """Kernels launched so far are the last to use the weights."""
+
+    def gradient(self, numel: int) -> Tensor:
+        """A flat fp32 buffer [numel] whose padding is zero and whose other contents are undefined."""
+
+    def offload(self, gradient: Tensor) -> Any:
+        """Starts to bring a gradient to the host; returns a ticket. The buffer belongs to the device again."""
+
+    def collect(self, ticket: Any) -> NDArray[np.uint8]:
+        """Waits for an offload. The bytes are valid until the next call of any method here."""
+
+    def tensor(self, array: NDArray[Any]) -> Tensor:
+        """A small array on the device."""
+
+    def busy(self) -> contextlib.AbstractContextManager[None]:
+        """Counts the enclosed work as the device's."""
+
+    def take_busy_s(self) -> float:
+        """Seconds that the device has worked since the last call."""
+
+    def peak_bytes(self) -> int:
+        """Most device memory allocated so far; 0 where it is the process's own memory."""
+
+
+def open_device(name: str) -> Device:
+    """The device of this name: ``cpu``, ``cuda`` or ``cuda:N``."""
+    return CpuDevice() if name == "cpu" else CudaDevice(name)
+
+
+class CpuDevice:
+    """Host memory as the device."""
+
+    def __init__(self) -> None:
+        self.name = torch.device("cpu")
+        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._busy_s = 0.0
+
+    def load(self, params: PackedLayer) -> Tensor:
+        return as_tensor(params.data, getattr(torch, params.dtype))
+
+    def weights(self, ticket: Tensor) -> Tensor:
+        return ticket
+
+    def release(self, ticket: Tensor) -> None:
+        """The caller drops its reference, and with it the object store's buffer is free."""
+
+    def gradient(self, numel: int) -> Tensor:
+        free = self._free[numel]
+        return free.pop() if free else torch.zeros(numel)
+
+    def offload(self, gradient: Tensor) -> Tensor:
+        return gradient
+
+    def collect(self, ticket: Tensor) -> NDArray[np.uint8]:
+        self._free[ticket.numel()].append(ticket)
+        return ticket.view(torch.uint8).numpy()
+
+    def tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        started_s = time.perf_counter()
+        yield
+        self._busy_s += time.perf_counter() - started_s
+
+    def take_busy_s(self) -> float:
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def peak_bytes(self) -> int:
+        return 0
+
+
+class _PinnedBuffer:
+    """Host memory that the device reads and writes directly; exactly as large as asked, in whole pages.
+
+    torch's own pinned allocator rounds up to powers of two: up to twice the planned memory.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        memory = mmap.mmap(-1, max(nbytes, 1))
+        self.p_host = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
+        self.pinned = torch.cuda.cudart().cudaHostRegister(self.p_host.data_ptr(), len(memory), 0) == 0
+        if not self.pinned:
+            warnings.warn(f"cannot pin {nbytes} bytes of host memory: copies to the device will be slower", stacklevel=2)
+        self.copied = torch.cuda.Event()
+
+
+class _Slot:
+    """A device buffer for one layer's weights.
+
+    params_ready: recorded by the h2d stream, awaited by the compute stream before a layer's first kernel.
+    compute_done: recorded by the compute stream after its last, awaited by the h2d stream before the next copy.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.p_device = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self.params_ready = torch.cuda.Event()
+        self.compute_done = torch.cuda.Event()
+
+
+class _Load:
+    """A slot on its way, and the copy that fills it."""
+
+    def __init__(self, slot: _Slot, copy: Future[None], dtype: torch.dtype, nbytes: int) -> None:
+        self.slot = slot
+        self.copy = copy
+        self.dtype = dtype
+        self.nbytes = nbytes
+
+
+class _Offload:
+    def __init__(self, gradient: Tensor, staging: _PinnedBuffer) -> None:
+        self.gradient = gradient
+        self.staging = staging
+        self.grads_done = torch.cuda.Event()
+
+
+class CudaDevice:
+    """An NVIDIA GPU."""
+
+    def __init__(self, name: str) -> None:
+        self.name = torch.device(name)
+        torch.cuda.set_device(self.name)
+        self._h2d_stream = torch.cuda.Stream()
+        self._d2h_stream = torch.cuda.Stream()
+        self._copier = ThreadPoolExecutor(1, "weights-to-pinned")
+        self._slots: dict[int, list[_Slot]] = defaultdict(list)
+        self._gradients: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
+        self._staging: dict[int, list[_PinnedBuffer]] = defaultdict(list)
+        self._intervals: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+
+    def load(self, params: PackedLayer) -> _Load:
+        nbytes = params.data.nbytes
+        slot = self._slots[nbytes].pop() if self._slots[nbytes] else _Slot(nbytes, self.name)
+        staging = self._take_staging(nbytes)
+        copy = self._copier.submit(self._copy_to_slot, params, staging, slot)
+        return _Load(slot, copy, getattr(torch, params.dtype), nbytes)
+
+    def _copy_to_slot(self, params: PackedLayer, staging: _PinnedBuffer, slot: _Slot) -> None:
+        staging.copied.synchronize()  # the slot that it filled last has its bytes
+        staging.p_host.copy_(as_tensor(params.data, torch.uint8))
+        with torch.cuda.stream(self._h2d_stream):
+            self._h2d_stream.wait_event(slot.compute_done)
+            slot.p_device.copy_(staging.p_host, non_blocking=True)
+            slot.params_ready.record()
+            staging.copied.record()
+        self._staging[params.data.nbytes].append(staging)
+
+    def weights(self, ticket: _Load) -> Tensor:
+        ticket.copy.result()
+        torch.cuda.current_stream().wait_event(ticket.slot.params_ready)
+        return ticket.slot.p_device.view(ticket.dtype)
+
+    def release(self, ticket: _Load) -> None:
+        ticket.slot.compute_done.record()
+        self._slots[ticket.nbytes].append(ticket.slot)
+
+    def gradient(self, numel: int) -> Tensor:
+        if not self._gradients[numel]:
+            return torch.zeros(numel, device=self.name)
+        gradient, grads_done = self._gradients[numel].pop()
+        torch.cuda.current_stream().wait_event(grads_done)
+        return gradient
+
+    def offload(self, gradient: Tensor) -> _Offload:
+        offload = _Offload(gradient, self._take_staging(gradient.nbytes))
+        grads_ready = torch.cuda.Event()
+        grads_ready.record()
+        with torch.cuda.stream(self._d2h_stream):
+            self._d2h_stream.wait_event(grads_ready)
+            offload.staging.copied.synchronize()
+            offload.staging.p_host.copy_(gradient.view(torch.uint8), non_blocking=True)
+            offload.grads_done.record()
+        return offload
+
+    def collect(self, ticket: _Offload) -> NDArray[np.uint8]:
+        ticket.grads_done.synchronize()
+        self._gradients[ticket.gradient.numel()].append((ticket.gradient, ticket.grads_done))
+        self._staging[ticket.gradient.nbytes].append(ticket.staging)
+        return ticket.staging.p_host.numpy()
+
+    def _take_staging(self, nbytes: int) -> _PinnedBuffer:
+        free = self._staging[nbytes]
+        return free.pop() if free else _PinnedBuffer(nbytes)
+
+    def tensor(self, array: NDArray[Any]) -> Tensor:
+        return torch.from_numpy(array).to(self.name, non_blocking=True)
+
+    @contextlib.contextmanager
+    def busy(self) -> Iterator[None]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        yield
+        end.record()
+        self._intervals.append((start, end))
+
+    def take_busy_s(self) -> float:
+        done = [interval for interval in self._intervals if interval[1].query()]
+        self._intervals = [interval for interval in self._intervals if interval not in done]
+        return sum(start.elapsed_time(end) for start, end in done) / 1e3
+
+    def peak_bytes(self) -> int:
+        return int(torch.cuda.max_memory_allocated(self.name))

@@ -1,0 +1,235 @@
+"""Starts or attaches Ray, turns the tiers' classes into actors, calls them, and shuts down what it started.
+
+The classes are plain Python. Around each stands one wrapper with a remote method `run`, which returns the layers that a
+method of the tier produced, each as an object of its own, and a small `Receipt` that travels inline: the driver waits
+on receipts and never touches a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from megatrain_ray.errors import ActorLostError, StalledError
+from megatrain_ray.packed import PackedLayer
+from megatrain_ray.schedule import Tier
+
+__all__ = ["CLASS_NAME", "NAMESPACE", "Call", "Cluster", "Receipt", "TierSpec", "private_bytes"]
+
+NAMESPACE = "megatrain_ray"
+CLASS_NAME = {Tier.STORE: "NvmeStore", Tier.OPTIMIZER: "CpuOptimizer", Tier.WORKER: "GpuWorker"}
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What one remote call reports.
+
+    Attributes:
+        started_s, ended_s: Seconds since the epoch, on the actor's clock (one host: the driver's too).
+        info: What the method returned besides layers.
+        put_bytes: Bytes of the layers that it returned.
+        private_bytes: Resident memory of the process at the end, shared memory left out.
+    """
+
+    started_s: float
+    ended_s: float
+    info: Any
+    put_bytes: int
+    private_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TierSpec:
+    """How to make one tier's actor.
+
+    Attributes:
+        build: Makes the tier's object, in the actor's process; runs again when the actor restarts.
+        num_threads: OpenMP threads of that process.
+        num_gpus: GPUs that Ray must grant.
+    """
+
+    build: Callable[[], Any]
+    num_threads: int
+    num_gpus: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A remote call under way: references to the layers that it returns, and to its receipt."""
+
+    values: tuple[Any, ...]
+    receipt: Any
+
+
+def private_bytes() -> int:
+    """Resident bytes of this process that it does not share (``/proc/self/statm``: resident - shared)."""
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        _, resident, shared, *_ = statm.read().split()
+    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _report(outcome: Any, started_s: float) -> tuple[Any, ...]:
+    """Splits what a method returned into layers and the rest, and adds the receipt."""
+    parts = outcome if isinstance(outcome, tuple) else (outcome,)
+    layers = tuple(part for part in parts if isinstance(part, PackedLayer))
+    rest = [part for part in parts if not isinstance(part, PackedLayer)]
+    put_bytes = sum(layer.data.nbytes for layer in layers)
+    receipt = Receipt(started_s, time.time(), rest[0] if rest else None, put_bytes, private_bytes())
+    return (*layers, receipt) if layers else (receipt,)
+
+
+class _TierActor:
+    """The remote side of one tier."""
+
+    def __init__(self, build: Callable[[], Any], label: str) -> None:
+        self._tier = build()
+        self._label = label
+
+    def __repr__(self) -> str:
+        return self._label
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def run(self, method: str, *arguments: Any) -> Any:
+        started_s = time.time()
+        report = _report(getattr(self._tier, method)(*arguments), started_s)
+        return report if len(report) > 1 else report[0]
+
+
+class _AsyncTierActor(_TierActor):
+    """The same for a tier whose methods are coroutines."""
+
+    async def run(self, method: str, *arguments: Any) -> Any:
+        started_s = time.time()
+        outcome = getattr(self._tier, method)(*arguments)
+        report = _report(await outcome if inspect.isawaitable(outcome) else outcome, started_s)
+        return report if len(report) > 1 else report[0]
+
+
+class Cluster:
+    """The Ray instance and the three actors of one run.
+
+    Args:
+        address: Of a running Ray, or None: ``RAY_ADDRESS`` if set (as under ``ray job submit``), else an own instance.
+        object_store_bytes: Size of an own instance's object store; required of one that is attached to.
+        dashboard: Whether an own instance has the dashboard, on the loopback interface.
+    """
+
+    def __init__(self, *, address: str | None, object_store_bytes: int, dashboard: bool) -> None:
+        self._handles: dict[Tier, Any] = {}
+        self.pids: dict[Tier, int] = {}
+        self.owns_ray = False
+        if ray.is_initialized():
+            return
+        address = address or os.environ.get("RAY_ADDRESS")
+        self.owns_ray = address is None
+        if address is not None:
+            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+            return
+        ray.init(
+            num_cpus=1,  # no task of ours asks for one; Ray starts an idle process for each
+            object_store_memory=max(object_store_bytes, 80 << 20),
+            include_dashboard=dashboard,
+            dashboard_host="127.0.0.1",
+            namespace=NAMESPACE,
+            log_to_driver=False,
+            configure_logging=False,
+            _node_ip_address="127.0.0.1",
+        )
+
+    def start(self, run: str, specs: Mapping[Tier, TierSpec], *, deadline_s: float) -> None:
+        """Makes the actors and waits until each has built its tier.
+
+        Args:
+            run: Name of the run; the actors are called ``RUN/nvme_store`` and so on.
+            specs: What to make.
+            deadline_s: Seconds that all of them may take.
+        """
+        for tier, spec in specs.items():
+            base = _AsyncTierActor if tier is Tier.STORE else _TierActor
+            remote_class: Any = ray.remote(type(CLASS_NAME[tier], (base,), {"__module__": __name__}))
+            threads = str(spec.num_threads)
+            self._handles[tier] = remote_class.options(
+                name=f"{run}/{tier}",
+                num_cpus=0,
+                num_gpus=spec.num_gpus,
+                max_restarts=-1,
+                max_task_retries=0,  # the pipeline repeats what is safe to repeat
+                # Idle OpenMP threads sleep: spinning ones would take the cores from the other tiers.
+                runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
+            ).remote(spec.build, f"{CLASS_NAME[tier]}({run})")
+        for tier in specs:
+            self.wait_alive(tier, deadline_s)
+
+    def wait_alive(self, tier: Tier, deadline_s: float) -> None:
+        """Waits until the tier answers, through restarts.
+
+        Raises:
+            StalledError: It did not within ``deadline_s``.
+            ActorLostError: Its constructor fails.
+        """
+        give_up_s = time.monotonic() + deadline_s
+        while True:
+            try:
+                self.pids[tier] = ray.get(self._handles[tier].pid.remote(), timeout=max(give_up_s - time.monotonic(), 0.1))
+                return
+            except GetTimeoutError:
+                raise StalledError(f"{tier}: no answer within {deadline_s:.0f} s of its start") from None
+            except RayTaskError as error:
+                raise _cause(error) from None
+            except RayActorError as error:
+                if "creation" in str(error) or time.monotonic() > give_up_s:
+                    raise ActorLostError(f"{tier} cannot start: {error}") from None
+                time.sleep(0.1)
+
+    def call(self, tier: Tier, method: str, *arguments: Any, num_values: int = 0, name: str | None = None) -> Call:
+        """Submits one call. Arguments that are references arrive as what they refer to."""
+        remote_run: Any = self._handles[tier].run.options(num_returns=num_values + 1, name=name or f"{tier}.{method}")
+        references = remote_run.remote(method, *arguments)
+        if num_values == 0:
+            return Call((), references)
+        return Call(tuple(references[:-1]), references[-1])
+
+    def ask(self, tier: Tier, method: str, *arguments: Any, deadline_s: float = 60.0) -> Any:
+        """Calls, waits, and returns what the method returned besides layers.
+
+        Raises:
+            StalledError: No answer within ``deadline_s``.
+            MegatrainError: What the tier raised.
+        """
+        try:
+            receipt: Receipt = ray.get(self.call(tier, method, *arguments).receipt, timeout=deadline_s)
+        except GetTimeoutError:
+            raise StalledError(f"{tier}: {method} gave no answer within {deadline_s:.0f} s") from None
+        except RayTaskError as error:
+            raise _cause(error) from None
+        return receipt.info
+
+    def kill(self, tier: Tier) -> None:
+        """Ends the tier's process at once, even a stopped one; Ray starts a new one."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[tier], signal.SIGKILL)
+
+    def shutdown(self) -> None:
+        """Ends the actors, and Ray if it was started here."""
+        for handle in self._handles.values():
+            ray.kill(handle)
+        self._handles.clear()
+        if self.owns_ray:
+            ray.shutdown()
+            self.owns_ray = False
+
+
+def _cause(error: RayTaskError) -> BaseException:
+    """What the tier raised, without Ray's wrapping."""
+    return error.cause if isinstance(error.cause, BaseException) else error

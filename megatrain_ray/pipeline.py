@@ -1,0 +1,227 @@
+"""Runs a schedule: one action, one remote call.
+
+Data flows between actors through references; the driver submits in list order, waits for what an action's ``after``
+names, and drops each value when the action that frees it has completed. When an actor dies the whole step is replayed
+from its start: updates know the steps they have seen, gradients and weights are computed again to the same bits.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayTaskError
+
+from megatrain_ray.cluster import CLASS_NAME, Cluster, Receipt
+from megatrain_ray.errors import ActorLostError, StalledError
+from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, Value
+
+__all__ = ["Pipeline", "Record"]
+
+MAX_REPLAYS = 3
+"""A step that kills an actor this often will do so again."""
+
+_EMITS = frozenset((Op.PARAMS, Op.CAST, Op.READ_MASTER))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One action as it ran.
+
+    Attributes:
+        action: What ran.
+        submitted_s: When the driver submitted it, in seconds since the epoch.
+        receipt: What the actor reported.
+    """
+
+    action: Action
+    submitted_s: float
+    receipt: Receipt
+
+
+class _TierDied(Exception):
+    """The actor of this action's tier is gone, or was killed because it outlived the deadline."""
+
+    def __init__(self, action: Action, *, stalled: bool = False) -> None:
+        super().__init__(str(action))
+        self.action = action
+        self.stalled = stalled
+
+
+class Pipeline:
+    """Executes schedules on a cluster.
+
+    Args:
+        cluster: With its actors started.
+        layer_names: For messages and task names.
+        deadline_s: Longest wait for any one action.
+        on_wait: Called with the action that the driver waits for.
+        on_death: Called before a replay with the action in which an actor died, and whether it was killed for stalling.
+
+    Attributes:
+        values: What is in the object store, by name; gradients stay there from one step to the next.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        layer_names: tuple[str, ...],
+        *,
+        deadline_s: float,
+        on_wait: Callable[[Action], None] = lambda action: None,
+        on_death: Callable[[Action, bool], None] = lambda action, stalled: None,
+    ) -> None:
+        self.cluster = cluster
+        self.layer_names = layer_names
+        self.deadline_s = deadline_s
+        self.on_wait = on_wait
+        self.on_death = on_death
+        self.values: dict[Value, Any] = {}
+
+    def run(self, schedule: Schedule, arguments: Callable[[Action], tuple[Any, ...]]) -> list[Record]:
+        """Runs all actions to completion.
+
+        Args:
+            schedule: The list.
+            arguments: The leading arguments of an action's call; the values it reads follow them.
+
+        Returns:
+            One record an action, in list order.
+
+        Raises:
+            StalledError: An action outlived the deadline.
+            ActorLostError: An actor died in `MAX_REPLAYS` attempts at this schedule.
+            MegatrainError: What an actor raised.
+        """
+        saved: set[int] = set()
+        for _ in range(MAX_REPLAYS):
+            attempt = _Attempt(self, schedule, arguments, saved)
+            try:
+                return attempt.run()
+            except _TierDied as death:
+                if death.stalled:
+                    self.cluster.kill(death.action.tier)
+                attempt.settle()
+                self.on_death(death.action, death.stalled)
+                last = death
+            for tier in Tier:
+                self.cluster.wait_alive(tier, self.deadline_s)
+        where = f"{CLASS_NAME[last.action.tier]} ({last.action.tier}), {self.describe(last.action)}"
+        if last.stalled:
+            raise StalledError(
+                f"{where}: not finished within {self.deadline_s:.0f} s (tiers.deadline_s), {MAX_REPLAYS} times; "
+                "look at the drive, the GPU and the machine's load, and resume"
+            )
+        raise ActorLostError(
+            f"{where}: its process died {MAX_REPLAYS} times in this step; "
+            "look for it in the kernel's log (out of memory?) and resume"
+        )
+
+    def describe(self, action: Action) -> str:
+        """For people: the operation and the layer."""
+        return f"{action.op} of {self.layer_names[action.layer]}"
+
+
+class _Attempt:
+    """One pass over a schedule."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        arguments: Callable[[Action], tuple[Any, ...]],
+        saved: set[int],
+    ) -> None:
+        self.pipeline = pipeline
+        self.schedule = schedule
+        self.arguments = arguments
+        self.saved = saved  # layers whose checkpoint is written, from this and earlier attempts
+        self.in_flight: dict[Any, int] = {}
+        self.receipts: dict[int, Any] = {}
+        self.written: dict[int, dict[Value, Any]] = {}
+        self.submitted_s: dict[int, float] = {}
+        self.records: dict[int, Record] = {}
+        self.freed_by: dict[Value, int] = {}
+
+    def run(self) -> list[Record]:
+        for index, action in enumerate(self.schedule):
+            self._wait_for(action.after)
+            if not self._is_done(action):
+                self._submit(index, action)
+        self._wait_for(self.receipts)
+        return [self.records[index] for index in sorted(self.records)]
+
+    def settle(self) -> None:
+        """Lets what is in flight end, well or badly, so that a replay meets idle actors; forgets its values."""
+        if self.in_flight:
+            ray.wait(list(self.in_flight), num_returns=len(self.in_flight), timeout=self.pipeline.deadline_s)
+        for index, references in self.written.items():
+            if index not in self.records:
+                for value, reference in references.items():
+                    if self.pipeline.values.get(value) is reference:
+                        del self.pipeline.values[value]
+
+    def _is_done(self, action: Action) -> bool:
+        """On a replay: weights that are still in the object store, and layers that are in the checkpoint."""
+        values = self.pipeline.values
+        if action.op in _EMITS:
+            return all(value in values for value in action.writes)
+        snapshots = any(value.kind == "snapshot" for value in (*action.reads, *action.writes))
+        return snapshots and action.layer in self.saved
+
+    def _submit(self, index: int, action: Action) -> None:
+        pipeline = self.pipeline
+        # A name is written again only once its old value is no longer needed, be it for a replay.
+        self._wait_for(self.freed_by[value] for value in action.writes if value in self.freed_by)
+        # Only an update may miss what it reads: the gradient of a step that it has seen before a replay.
+        reads = [
+            pipeline.values.get(value) if action.op in UPDATES else pipeline.values[value] for value in action.reads
+        ]
+        call = pipeline.cluster.call(
+            action.tier,
+            action.op.value,
+            *self.arguments(action),
+            *reads,
+            num_values=len(action.writes),
+            name=f"{action.op} {pipeline.layer_names[action.layer]}",
+        )
+        self.written[index] = dict(zip(action.writes, call.values, strict=True))
+        pipeline.values.update(self.written[index])
+        self.freed_by.update(dict.fromkeys(action.frees, index))
+        self.in_flight[call.receipt] = index
+        self.receipts[index] = call.receipt
+        self.submitted_s[index] = time.time()
+
+    def _wait_for(self, indices: Iterable[int]) -> None:
+        """Waits until these actions are complete; notices others that are."""
+        wanted = [self.receipts[index] for index in indices if index in self.receipts and index not in self.records]
+        give_up_s = time.monotonic() + self.pipeline.deadline_s
+        while self.in_flight:
+            ready, _ = ray.wait(list(self.in_flight), num_returns=len(self.in_flight), timeout=0)
+            for reference in ready:
+                self._complete(self.in_flight.pop(reference), reference)
+            wanted = [reference for reference in wanted if reference in self.in_flight]
+            if not wanted:
+                return
+            first = self.schedule[self.in_flight[wanted[0]]]
+            self.pipeline.on_wait(first)
+            if not ray.wait(wanted, num_returns=1, timeout=max(give_up_s - time.monotonic(), 0.0))[0]:
+                raise _TierDied(first, stalled=True)
+            give_up_s = time.monotonic() + self.pipeline.deadline_s
+
+    def _complete(self, index: int, reference: Any) -> None:
+        action = self.schedule[index]
+        try:
+            receipt: Receipt = ray.get(reference)
+        except RayActorError:
+            raise _TierDied(action) from None
+        except RayTaskError as error:
+            raise error.cause if isinstance(error.cause, Exception) else error from None
+        self.records[index] = Record(action, self.submitted_s[index], receipt)
+        if action.op is Op.SAVE:
+            self.saved.add(action.layer)
+        for value in action.frees:
+            self.pipeline.values.pop(value, None)
