@@ -181,7 +181,9 @@ class Cluster:
         give_up_s = time.monotonic() + deadline_s
         while True:
             try:
-                self.pids[tier] = ray.get(self._handles[tier].pid.remote(), timeout=max(give_up_s - time.monotonic(), 0.1))
+                self.pids[tier] = ray.get(
+                    self._handles[tier].pid.remote(), timeout=max(give_up_s - time.monotonic(), 0.1)
+                )
                 return
             except GetTimeoutError:
                 raise StalledError(f"{tier}: no answer within {deadline_s:.0f} s of its start") from None

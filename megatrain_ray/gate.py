@@ -1,7 +1,7 @@
 """The equality gate: a shrunken model of the same configuration, streamed and plain, must give the same numbers.
 
-It also finds out where an architecture uses the parameters outside its decoder layers (`Roles`). A model that cannot pass is
-refused before anything is written: better no training than wrong training.
+It also finds out where an architecture uses the parameters outside its decoder layers (`Roles`). A model that cannot
+pass is refused before anything is written: better no training than wrong training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from megatrain_ray.model import MicroBatchTensors, Roles, StreamModel, find_deco
 __all__ = ["check_equality", "shrink"]
 
 TOLERANCE = 1e-4
-"""Largest difference of a gradient, relative to the tensor's largest: fp32 sums in another order, never a wrong formula."""
+"""Largest difference of a gradient, relative to the tensor's largest: room for another order of sums, no more."""
 
 UNSHRUNKEN_LIMIT = 300_000_000
 """Parameters up to which a configuration that cannot be made narrower is tried as it is, with fewer layers."""
@@ -58,16 +58,19 @@ def check_equality(config: Any, *, attn_implementation: str, trust_remote_code: 
     Raises:
         ModelError: Loss or a gradient differs, or the architecture cannot be streamed; the message says why.
     """
-    options = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"attn_implementation": attn_implementation, "trust_remote_code": trust_remote_code}
     failures: list[str] = []
     for small in _candidates(config):
         # The caller's random numbers stay as they are.
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             try:
-                attention = meta_model(small, dtype="float32", **options).config._attn_implementation  # type: ignore[union-attr]
+                small_config: Any = meta_model(small, dtype="float32", **options).config
                 plain = AutoModelForCausalLM.from_config(
-                    small, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
+                    small,
+                    attn_implementation=small_config._attn_implementation,
+                    dtype=torch.float32,
+                    trust_remote_code=trust_remote_code,
                 ).eval()
                 _spread(plain)
                 batches = list(_batches(small))
@@ -134,7 +137,9 @@ def _candidates(config: Any) -> Iterator[Any]:
     yield shrink(config, narrow=True)
     wide = shrink(config, narrow=False)
     try:
-        size = sum(param.numel() for param in meta_model(wide, dtype="float32", attn_implementation="eager").parameters())
+        size = sum(
+            param.numel() for param in meta_model(wide, dtype="float32", attn_implementation="eager").parameters()
+        )
     except ModelError:
         return
     if size <= UNSHRUNKEN_LIMIT:
@@ -199,7 +204,9 @@ def _find_roles(model: nn.Module, batch: MicroBatchTensors) -> Roles:
         for hook in hooks:
             hook.remove()
     if len(lengths) != 1 or len(entered) != len(layers):
-        raise ModelError(f"{type(model).__name__} cannot be streamed: its decoder layers are not called alike, once each")
+        raise ModelError(
+            f"{type(model).__name__} cannot be streamed: its decoder layers are not called alike, once each"
+        )
 
     def reached(output: Tensor) -> frozenset[str]:
         if not output.requires_grad:
@@ -260,5 +267,3 @@ def _compare(loss: float, gradients: dict[str, Tensor], got_loss: float, got: di
                 f"equality gate: the gradient of {name} differs by {difference:.3g} (largest element {scale:.3g}) from "
                 "the plain model's; this architecture cannot be streamed exactly and is refused"
             )
-
-

@@ -1,10 +1,10 @@
 """A transformers causal language model as a stream of layers, through the model's own forward.
 
-The model lives on the meta device: no parameter has memory, buffers (rotary tables, causal masks) are real. Its forward runs
-twice with each decoder layer replaced by a recorder:
+The model lives on the meta device: no parameter has memory, buffers (rotary tables, causal masks) are real. Its forward
+runs twice with each decoder layer replaced by a recorder:
 
-* *prologue*: embeddings, scaling, masks and rotary tables are made; each recorder keeps the exact arguments of its layer;
-  the last one ends the forward.
+* *prologue*: embeddings, scaling, masks and rotary tables are made; each recorder keeps the exact arguments of its
+  layer; the last one ends the forward.
 * *epilogue*: the last recorder returns the true final hidden state, for norm, head, soft-cap.
 
 In between, each decoder layer's own module is called with its recorded arguments and streamed weights
@@ -29,7 +29,7 @@ from transformers.initialization import no_init_weights
 from megatrain_ray.errors import ModelError
 from megatrain_ray.layout import LayerSpec, decoder_layer_name, pack_layer
 
-__all__ = ["MicroBatchTensors", "Prologue", "Roles", "StreamModel", "load_model_config", "meta_model"]
+__all__ = ["LayerGraph", "MicroBatchTensors", "Prologue", "Roles", "StreamModel", "load_model_config", "meta_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ def _parameters_on_meta() -> Iterator[None]:
         if registered is not None and registered.device.type != "meta":
             module._parameters[name] = nn.Parameter(registered.to("meta"), requires_grad=registered.requires_grad)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:
@@ -149,8 +149,8 @@ def meta_model(config: Any, *, dtype: str, attn_implementation: str, trust_remot
             return build("eager")
     except (ValueError, KeyError, ImportError) as error:
         raise ModelError(
-            f"model_type {getattr(config, 'model_type', '?')!r} ({', '.join(config.architectures or ['?'])}) is no causal "
-            f"language model that transformers can build: {str(error).splitlines()[0]}"
+            f"model_type {getattr(config, 'model_type', '?')!r} ({', '.join(config.architectures or ['?'])}) is no "
+            f"causal language model that transformers can build: {str(error).splitlines()[0]}"
         ) from error
 
 
@@ -167,9 +167,7 @@ def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList) and len(module) == num_layers
     ]
-    outer = [
-        (name, module) for name, module in found if not any(name.startswith(f"{other}.") for other, _ in found)
-    ]
+    outer = [(name, module) for name, module in found if not any(name.startswith(f"{other}.") for other, _ in found)]
     if len(outer) != 1:
         names = ", ".join(name for name, _ in outer) or "none"
         raise ModelError(
@@ -272,7 +270,9 @@ class StreamModel:
 
         tree_map(collect, calls)
         pairs = [(hidden, grad_hidden)]
-        pairs += [(out, grad) for out, grad in zip(outputs.values(), prologue.extra_grads, strict=True) if grad is not None]
+        pairs += [
+            (out, grad) for out, grad in zip(outputs.values(), prologue.extra_grads, strict=True) if grad is not None
+        ]
         gradients = torch.autograd.grad(
             [out for out, _ in pairs], list(leaves.values()), [grad for _, grad in pairs], allow_unused=True
         )
@@ -317,7 +317,8 @@ class StreamModel:
         args, kwargs = prologue.calls[layer - 1]
         local = {name[prefix:]: tensor for name, tensor in params.items()}
         output = functional_call(self._decoder_layers[layer - 1], local, (hidden, *args), kwargs)
-        return output[0] if isinstance(output, tuple) else output
+        left: Tensor = output[0] if isinstance(output, tuple) else output
+        return left
 
     def layer_with_graph(
         self, layer: int, params: Mapping[str, Tensor], hidden: Tensor, prologue: Prologue

@@ -6,7 +6,13 @@ from typing import Any
 
 from transformers import AutoConfig
 
-_ROPE = {"num_hidden_layers": 3, "hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 4, "vocab_size": 151}
+_ROPE = {
+    "num_hidden_layers": 3,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_attention_heads": 4,
+    "vocab_size": 151,
+}
 _GROUPED = {**_ROPE, "num_key_value_heads": 2}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {

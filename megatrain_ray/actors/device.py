@@ -7,7 +7,7 @@ summed. On CUDA three streams work side by side, and each buffer that is used ag
     compute stream   forward, backward                  waits for params_ready, records compute_done and grads_ready
     d2h_stream       device gradient -> pinned slot     waits for grads_ready, records grads_done
 
-A thread copies weights from the object store into the pinned slot, so that the thread which launches kernels never waits.
+A thread copies weights from the object store into the pinned slot: the thread that launches kernels never waits for it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,9 @@ class _PinnedBuffer:
         self.p_host = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
         self.pinned = torch.cuda.cudart().cudaHostRegister(self.p_host.data_ptr(), len(memory), 0) == 0
         if not self.pinned:
-            warnings.warn(f"cannot pin {nbytes} bytes of host memory: copies to the device will be slower", stacklevel=2)
+            warnings.warn(
+                f"cannot pin {nbytes} bytes of host memory: copies to the device will be slower", stacklevel=2
+            )
         self.copied = torch.cuda.Event()
 
 
@@ -245,7 +247,7 @@ class CudaDevice:
     def take_busy_s(self) -> float:
         done = [interval for interval in self._intervals if interval[1].query()]
         self._intervals = [interval for interval in self._intervals if interval not in done]
-        return sum(start.elapsed_time(end) for start, end in done) / 1e3
+        return sum(float(start.elapsed_time(end)) for start, end in done) / 1e3
 
     def peak_bytes(self) -> int:
         return int(torch.cuda.max_memory_allocated(self.name))

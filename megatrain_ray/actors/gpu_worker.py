@@ -1,14 +1,15 @@
 """The device tier: streams layers through the model, keeps nothing of it.
 
-Layer-first: all micro-batches of a step pass a layer before the next one, so that its weights travel twice a step whatever
-is accumulated. Between forward and backward the worker holds each layer's input, no weights; backward recomputes.
+Layer-first: all micro-batches of a step pass a layer before the next one, so that its weights travel twice a step
+whatever is accumulated. Between forward and backward the worker holds each layer's input and no weights.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 from megatrain_ray.actors.device import Device
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.layout import LAYER_ALIGN_NUMEL, LayerSpec
-from megatrain_ray.model import MicroBatchTensors, Prologue, StreamModel
+from megatrain_ray.model import LayerGraph, MicroBatchTensors, Prologue, StreamModel
 from megatrain_ray.packed import GRADS, PackedLayer
 from megatrain_ray.tensors import named_views
 
@@ -32,11 +33,13 @@ class GradInfo:
 
     Attributes:
         square_sum: Sum of the squares of its elements.
+        loss: Of the step; with the last gradient, that of ``embed``, only.
         busy_s: Seconds that the device has worked since the last such report.
         device_peak_bytes: Most device memory allocated so far.
     """
 
     square_sum: float
+    loss: float | None
     busy_s: float
     device_peak_bytes: int
 
@@ -66,24 +69,29 @@ class _GradientSum:
 
 
 class _MicroBatch:
-    """One micro-batch on its way through the layers."""
+    """One micro-batch on its way through the layers.
+
+    Args:
+        tensors: Inputs of the prologue.
+        positions: Indices in [B * S] of the hidden rows that predict a target.
+        targets: The token ids that they predict.
+    """
 
     def __init__(self, tensors: MicroBatchTensors, positions: Tensor, targets: Tensor) -> None:
         self.tensors = tensors
-        self.positions = positions  # of the hidden rows that predict a target, in [B * S]
+        self.positions = positions
         self.targets = targets
-        self.prologue: Prologue | None = None
-        self.hidden: Tensor | None = None  # forward: what enters the next layer
+        self.prologue: Prologue
+        self.hidden: Tensor  # forward: what left the last layer; backward: the gradient of what enters the next one
         self.inputs: dict[int, Tensor] = {}  # by layer: what entered it
-        self.outputs: dict[int, Tensor] = {}  # by layer: its output with its graph, for layers that keep it
-        self.grad_hidden: Tensor | None = None  # backward: gradient of what the last layer gave
+        self.graphs: dict[int, LayerGraph] = {}  # by layer: of those that keep their graph
 
 
 class GpuWorker:
     """Computes one step after the other, as the schedule says.
 
     Args:
-        model: On the device; parameters on meta.
+        model: Buffers on the device; parameters on meta.
         device: Where to compute.
         seed: Of dropout: forward and recompute of a layer draw the same numbers.
         keep_graph: The last so many decoder layers keep their graph instead of recomputing.
@@ -96,21 +104,21 @@ class GpuWorker:
         model: StreamModel,
         device: Device,
         *,
-        seed: int,
-        keep_graph: int,
-        loss_chunk_tokens: int,
-        label_smoothing: float,
+        seed: int = 0,
+        keep_graph: int = 0,
+        loss_chunk_tokens: int = 1024,
+        label_smoothing: float = 0.0,
     ) -> None:
         self.model = model
         self.device = device
         self.seed = seed
         self.loss_chunk_tokens = loss_chunk_tokens
         self.label_smoothing = label_smoothing
-        self._head = len(model.layers) - 1
-        self._kept = range(self._head - keep_graph, self._head)
-        self._reset()
+        head = len(model.layers) - 1
+        self._kept = range(head - keep_graph, head)
+        self._forget()
 
-    def _reset(self) -> None:
+    def _forget(self) -> None:
         self._step = 0
         self._train = True
         self._target_tokens = 1
@@ -119,26 +127,28 @@ class GpuWorker:
         self._sums: dict[int, _GradientSum] = {}
         self._square_sums: dict[int, Tensor] = {}
         self._offloads: dict[int, Any] = {}
-        self._loss = torch.zeros((), dtype=torch.float64)
+        self._losses: list[Tensor] = []
 
     def begin(self, batch: StepBatch, train: bool) -> None:
-        """Takes a step's micro-batches and forgets whatever an earlier, interrupted step has left."""
-        self._reset()
+        """Takes a step's micro-batches, and forgets whatever an interrupted step has left."""
+        self._forget()
         self._step = batch.step
         self._train = train
         self._target_tokens = batch.target_tokens
         self.model.train(train)
+        to_device = self.device.tensor
         for micro_batch in batch.micro_batches:
-            # A label is predicted by the position before it; one at position 0 by nothing.
+            # A label is predicted by the position before it; the one at position 0 by nothing.
             rows, columns = np.nonzero(micro_batch.labels[:, 1:] != -100)
-            positions = rows * micro_batch.labels.shape[1] + columns
-            self._micro_batches.append(
-                _MicroBatch(
-                    MicroBatchTensors.of(micro_batch, self.device.tensor),
-                    self.device.tensor(positions),
-                    self.device.tensor(micro_batch.labels[rows, columns + 1]),
-                )
+            mask, position_ids = micro_batch.attention_mask, micro_batch.position_ids
+            tensors = MicroBatchTensors(
+                to_device(micro_batch.input_ids),
+                None if mask is None else to_device(mask),
+                None if position_ids is None else to_device(position_ids),
             )
+            positions = to_device(rows * micro_batch.labels.shape[1] + columns)
+            targets = to_device(micro_batch.labels[rows, columns + 1])
+            self._micro_batches.append(_MicroBatch(tensors, positions, targets))
 
     def load(self, layer: int, params: PackedLayer) -> None:
         """Starts to bring a layer's compute weights onto the device, for its next use."""
@@ -147,55 +157,126 @@ class GpuWorker:
     @torch.no_grad()
     def forward(self, layer: int) -> None:
         """All micro-batches through ``embed`` (0) or a decoder layer."""
-        ticket, params = self._take(layer)
-        with self.device.busy():
+        keeps = self._train and layer in self._kept
+        with self._weights(layer, keep=keeps) as params, self.device.busy():
             for index, micro_batch in enumerate(self._micro_batches):
-                self._draw_from(layer, index)
+                self._seed_dropout(layer, index)
                 if layer == 0:
                     micro_batch.prologue = self.model.prologue(params, micro_batch.tensors)
                     micro_batch.hidden = micro_batch.prologue.hidden
                     continue
-                hidden = _present(micro_batch.hidden)
-                if layer in self._kept and self._train:
-                    micro_batch.inputs[layer] = hidden.detach().requires_grad_()
-                    micro_batch.outputs[layer] = self._layer_with_graph(layer, params, micro_batch)
-                    micro_batch.hidden = micro_batch.outputs[layer].detach()
+                hidden, prologue = micro_batch.hidden, micro_batch.prologue
+                if keeps:
+                    micro_batch.graphs[layer] = self.model.layer_with_graph(layer, params, hidden, prologue)
+                    micro_batch.hidden = micro_batch.graphs[layer].output.detach()
                     continue
                 if self._train:
                     micro_batch.inputs[layer] = hidden
-                micro_batch.hidden = self.model.layer_forward(layer, params, hidden, _present(micro_batch.prologue))
-        if layer in self._kept and self._train:
-            self._loaded[layer].append(ticket)  # the graph holds the weights until backward
-        else:
-            self.device.release(ticket)
+                micro_batch.hidden = self.model.layer_forward(layer, params, hidden, prologue)
 
+    @torch.no_grad()
     def head(self, layer: int) -> None:
-        """Loss of every micro-batch, and its gradient with respect to the head's weights and the last hidden state."""
-        tickets, params = self._take_head()
-        with self.device.busy():
-            for index in self.model.head_reads:
-                if self.model.layers[index].numel:
-                    self._sums[index] = _GradientSum(self.model.layers[index], self.device)
+        """Loss of every micro-batch and its gradient, logits a chunk at a time."""
+        for read in self.model.head_reads:
+            self._sums[read] = _GradientSum(self.model.layers[read], self.device)
+        with contextlib.ExitStack() as stack:
+            params = self._head_weights(stack)
             for micro_batch in self._micro_batches:
-                hidden = _present(micro_batch.hidden)
-                rows = hidden.reshape(-1, hidden.shape[-1])
+                rows = micro_batch.hidden.flatten(0, 1)
                 grad_rows = torch.zeros_like(rows)
-                for chunk in self._chunks(micro_batch):
-                    positions = micro_batch.positions[chunk]
+                for positions, targets in self._chunks(micro_batch):
                     loss, grad, gradients = self.model.head_backward(
                         params,
                         rows[positions],
-                        micro_batch.targets[chunk],
+                        targets,
                         target_tokens=self._target_tokens,
                         label_smoothing=self.label_smoothing,
                     )
-                    self._loss += loss.double().cpu() if self.device.name.type == "cpu" else loss.double()
+                    self._losses.append(loss)
                     grad_rows[positions] = grad
                     for gradient_sum in self._sums.values():
                         gradient_sum.add(gradients)
-                micro_batch.grad_hidden = grad_rows.view_as(hidden)
-                micro_batch.hidden = None
+                micro_batch.hidden = grad_rows.view_as(micro_batch.hidden)
             if layer in self._sums:
-                self._finish_gradient(layer)
-        for ticket in tickets:
+                self._finish(layer)
+
+    @torch.no_grad()
+    def evaluate(self, layer: int) -> float:
+        """Summed loss of every micro-batch's targets, without label smoothing."""
+        del layer
+        with contextlib.ExitStack() as stack:
+            params = self._head_weights(stack)
+            losses = [
+                self.model.loss(params, micro_batch.hidden.flatten(0, 1)[positions], targets)
+                for micro_batch in self._micro_batches
+                for positions, targets in self._chunks(micro_batch)
+            ]
+        return sum(float(loss) for loss in losses)
+
+    @torch.no_grad()
+    def backward(self, layer: int) -> None:
+        """Gradient of a layer, summed over the micro-batches, and of what entered it."""
+        gradient_sum = self._sums.setdefault(layer, _GradientSum(self.model.layers[layer], self.device))
+        with self._weights(layer) as params, self.device.busy():
+            for index, micro_batch in enumerate(self._micro_batches):
+                self._seed_dropout(layer, index)
+                prologue, grad_hidden = micro_batch.prologue, micro_batch.hidden
+                if layer == 0:
+                    batch = micro_batch.tensors
+                    gradient_sum.add(self.model.prologue_backward(params, batch, prologue, grad_hidden))
+                    continue
+                graph = micro_batch.graphs.pop(layer, None) or self.model.layer_with_graph(
+                    layer, params, micro_batch.inputs.pop(layer), prologue
+                )
+                micro_batch.hidden, gradients = graph.backward(grad_hidden)
+                gradient_sum.add(gradients)
+            self._finish(layer)
+
+    def grads(self, layer: int) -> tuple[PackedLayer, GradInfo]:
+        """The fp32 gradient of a layer, on the host."""
+        data = self.device.collect(self._offloads.pop(layer))
+        info = GradInfo(
+            square_sum=float(self._square_sums.pop(layer)),
+            loss=sum(float(loss) for loss in self._losses) if layer == 0 else None,
+            busy_s=self.device.take_busy_s(),
+            device_peak_bytes=self.device.peak_bytes(),
+        )
+        return PackedLayer(layer, self._step, "float32", GRADS, data), info
+
+    # --- internals ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _weights(self, layer: int, *, keep: bool = False) -> Iterator[dict[str, Tensor]]:
+        """A layer's weights by name for one use; with ``keep`` they stay on the device for the next."""
+        ticket = self._loaded[layer].popleft()
+        flat = self.device.weights(ticket)
+        yield named_views(flat, self.model.layers[layer])
+        if keep:
+            self._loaded[layer].appendleft(ticket)
+        else:
             self.device.release(ticket)
+
+    def _head_weights(self, stack: contextlib.ExitStack) -> dict[str, Tensor]:
+        params: dict[str, Tensor] = {}
+        for read in self.model.head_reads:
+            params.update(stack.enter_context(self._weights(read)))
+        stack.enter_context(self.device.busy())
+        return params
+
+    def _chunks(self, micro_batch: _MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
+        size = self.loss_chunk_tokens
+        return zip(micro_batch.positions.split(size), micro_batch.targets.split(size), strict=True)
+
+    def _finish(self, layer: int) -> None:
+        """Norm and offload of a gradient that is complete."""
+        flat = self._sums.pop(layer).finish()
+        # Short fp32 rows, then fp64: exact to fp32's last digits whatever the layer's size.
+        rows = torch.linalg.vector_norm(flat.view(-1, LAYER_ALIGN_NUMEL), dim=1)
+        self._square_sums[layer] = rows.double().square().sum()
+        self._offloads[layer] = self.device.offload(flat)
+
+    def _seed_dropout(self, layer: int, micro_batch: int) -> None:
+        """The same random numbers whenever this layer sees this micro-batch: recomputed, replayed, resumed."""
+        if self._train:
+            key = f"{self.seed}/{self._step}/{micro_batch}/{layer}".encode()
+            torch.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "big"))
