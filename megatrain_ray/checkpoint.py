@@ -53,6 +53,7 @@ class CheckpointWriter:
         side_files: Text files by name: config.json, generation_config.json and so on.
         copied_files: Tokenizer files to copy.
         keep: Checkpoints to keep; None: all.
+        model_dtype: Of the model's configuration: what `export` writes unless told otherwise.
     """
 
     output_dir: Path
@@ -62,6 +63,7 @@ class CheckpointWriter:
     side_files: Mapping[str, str]
     copied_files: tuple[Path, ...]
     keep: int | None
+    model_dtype: str
 
     def partial(self, number: int) -> Path:
         return self.output_dir / f".checkpoint-{number}.partial"
@@ -81,7 +83,9 @@ class CheckpointWriter:
 
     def finish(self, number: int, trainer_state: dict[str, Any]) -> Path:
         """Completes a checkpoint whose layers are all written, and drops those beyond ``keep``."""
-        directory = self.partial(number)
+        directory, final = self.partial(number), self.output_dir / f"checkpoint-{number}"
+        if final.exists() and not directory.exists():
+            return final  # repeated after the process died behind the rename
         for name, text in self.side_files.items():
             write_atomically(directory / name, text, durable=True)
         for path in self.copied_files:
@@ -97,16 +101,15 @@ class CheckpointWriter:
         total = sum(files[file]["bytes"] for file in set(weight_map.values()))
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_atomically(directory / INDEX, json.dumps(index, indent=2), durable=True)
-        write_atomically(directory / STATE_FILE, json.dumps(trainer_state, indent=2), durable=True)
+        state = {**trainer_state, "model_dtype": self.model_dtype}
+        write_atomically(directory / STATE_FILE, json.dumps(state, indent=2), durable=True)
         for path in sorted(directory.iterdir()):
             if path.name.startswith("."):
                 path.unlink()
             elif path.name not in files:
                 files[path.name] = {"bytes": path.stat().st_size, "xxh3_64": _checksum(path)}
         write_atomically(directory / MANIFEST, json.dumps({"files": files}, indent=2), durable=True)
-        final = self.output_dir / f"checkpoint-{number}"
-        if final.exists():
-            shutil.rmtree(final)
+        _remove(final)
         directory.rename(final)
         sync_directory(self.output_dir)
         if self.keep is not None:

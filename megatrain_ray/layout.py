@@ -75,6 +75,11 @@ class LayerSpec:
         """Parameters without padding."""
         return sum(tensor.numel for tensor in self.tensors)
 
+    @property
+    def extents(self) -> tuple[tuple[int, int], ...]:
+        """First and last element of each tensor: layers with the same extents have their padding in the same places."""
+        return tuple((tensor.offset, tensor.end) for tensor in self.tensors)
+
     def section_bytes(self, dtype: str) -> int:
         """Bytes of one section (weights, or gradients, or one moment) in ``dtype``."""
         return self.numel * ITEMSIZE[dtype]

@@ -57,18 +57,21 @@ class Pipeline:
     Args:
         cluster: With its actors started.
         layer_names: For messages and task names.
+        bytes_of: Of a value in the object store.
         deadline_s: Longest wait for any one action.
         on_wait: Called with the action that the driver waits for.
         on_death: Called before a replay with the action in which an actor died, and whether it was killed for stalling.
 
     Attributes:
         values: What is in the object store, by name; gradients stay there from one step to the next.
+        peak_bytes: The most that it was at once, counted from submission.
     """
 
     def __init__(
         self,
         cluster: Cluster,
         layer_names: tuple[str, ...],
+        bytes_of: Callable[[Value], int],
         *,
         deadline_s: float,
         on_wait: Callable[[Action], None] = lambda action: None,
@@ -79,7 +82,9 @@ class Pipeline:
         self.deadline_s = deadline_s
         self.on_wait = on_wait
         self.on_death = on_death
+        self.bytes_of = bytes_of
         self.values: dict[Value, Any] = {}
+        self.peak_bytes = 0
 
     def run(self, schedule: Schedule, arguments: Callable[[Action], tuple[Any, ...]]) -> list[Record]:
         """Runs all actions to completion.
@@ -191,6 +196,7 @@ class _Attempt:
         self.written[index] = dict(zip(action.writes, call.values, strict=True))
         pipeline.values.update(self.written[index])
         self.freed_by.update(dict.fromkeys(action.frees, index))
+        pipeline.peak_bytes = max(pipeline.peak_bytes, sum(map(pipeline.bytes_of, pipeline.values)))
         self.in_flight[call.receipt] = index
         self.receipts[index] = call.receipt
         self.submitted_s[index] = time.time()

@@ -19,7 +19,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-__all__ = ["Action", "Op", "Schedule", "Simulation", "StepShape", "Tier", "Value", "build_flush", "build_step"]
+__all__ = [
+    "Action",
+    "Op",
+    "Schedule",
+    "Simulation",
+    "StepShape",
+    "Tier",
+    "Value",
+    "build_flush",
+    "build_import",
+    "build_step",
+]
 
 
 class Tier(StrEnum):
@@ -33,12 +44,14 @@ class Tier(StrEnum):
 class Op(StrEnum):
     """What an action does. The value is the method's name on the tier's class."""
 
+    IMPORT = "import_layer"  # store: where the run starts -> file, and state for RAM
     READ = "read"  # store: file -> state or snapshot
     READ_MASTER = "read_master"  # store: file -> master
     READ_GRADS = "read_grads"  # store: file -> grads
     WRITE = "write"  # store: state -> file
     WRITE_GRADS = "write_grads"  # store: grads -> file
     SAVE = "save"  # store: new_state or snapshot -> checkpoint
+    KEEP = "keep"  # optimizer: state -> RAM
     UPDATE = "update"  # optimizer: grads -> master and moments, in RAM
     UPDATE_EMIT = "update_emit"  # the same, and the new compute weights
     UPDATE_PAGED = "update_paged"  # optimizer: state, grads -> new state
@@ -56,9 +69,9 @@ class Op(StrEnum):
 
 
 TIER_OF: Mapping[Op, Tier] = {
-    **dict.fromkeys((Op.READ, Op.READ_MASTER, Op.READ_GRADS, Op.WRITE, Op.WRITE_GRADS, Op.SAVE), Tier.STORE),
+    **dict.fromkeys((Op.IMPORT, Op.READ, Op.READ_MASTER, Op.READ_GRADS, Op.WRITE, Op.WRITE_GRADS, Op.SAVE), Tier.STORE),
     **dict.fromkeys(
-        (Op.UPDATE, Op.UPDATE_EMIT, Op.UPDATE_PAGED, Op.UPDATE_PAGED_EMIT, Op.PARAMS, Op.CAST, Op.SNAPSHOT),
+        (Op.KEEP, Op.UPDATE, Op.UPDATE_EMIT, Op.UPDATE_PAGED, Op.UPDATE_PAGED_EMIT, Op.PARAMS, Op.CAST, Op.SNAPSHOT),
         Tier.OPTIMIZER,
     ),
     **dict.fromkeys((Op.BEGIN, Op.LOAD, Op.FORWARD, Op.HEAD, Op.EVALUATE, Op.BACKWARD, Op.GRADS), Tier.WORKER),
@@ -458,6 +471,18 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
         drain(len(uses) - 1)
     # With updates as gradients arrive, the step's weights stay until its end: a replay starts from them.
     builder.free_with_last(Value("params", layer) for layer in sorted(builder.emitted))
+    return builder.build()
+
+
+def build_import(shape: StepShape) -> Schedule:
+    """Every layer from where the run starts into its tier, at most two on their way."""
+    builder = _Builder(shape, pending=False, save=False)
+    last: list[int] = []
+    for layer in shape.trainable:
+        state = Value("state", layer)
+        paged = layer in shape.paged
+        index = builder.add(Op.IMPORT, layer, (), () if paged else (state,), after=last[-2:-1])
+        last.append(index if paged else builder.add(Op.KEEP, layer, [state], (), [state]))
     return builder.build()
 
 

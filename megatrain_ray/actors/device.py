@@ -26,6 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatrain_ray.layout import LayerSpec
 from megatrain_ray.packed import PackedLayer
 from megatrain_ray.tensors import as_tensor
 
@@ -46,10 +47,10 @@ class Device(Protocol):
     def release(self, ticket: Any) -> None:
         """Kernels launched so far are the last to use the weights."""
 
-    def gradient(self, numel: int) -> Tensor:
-        """A flat fp32 buffer [numel] whose padding is zero and whose other contents are undefined."""
+    def gradient(self, spec: LayerSpec) -> Tensor:
+        """A flat fp32 buffer for a layer's gradient; its padding is zero, its other contents are undefined."""
 
-    def offload(self, gradient: Tensor) -> Any:
+    def offload(self, gradient: Tensor, spec: LayerSpec) -> Any:
         """Starts to bring a gradient to the host; returns a ticket. The buffer belongs to the device again."""
 
     def collect(self, ticket: Any) -> NDArray[np.uint8]:
@@ -68,6 +69,9 @@ class Device(Protocol):
         """Most device memory allocated so far; 0 where it is the process's own memory."""
 
 
+_Extents = tuple[tuple[int, int], ...]
+
+
 def open_device(name: str) -> Device:
     """The device of this name: ``cpu``, ``cuda`` or ``cuda:N``."""
     return CpuDevice() if name == "cpu" else CudaDevice(name)
@@ -78,7 +82,7 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self.name = torch.device("cpu")
-        self._free: dict[int, list[Tensor]] = defaultdict(list)
+        self._free: dict[_Extents, list[Tensor]] = defaultdict(list)
         self._busy_s = 0.0
 
     def load(self, params: PackedLayer) -> Tensor:
@@ -90,16 +94,17 @@ class CpuDevice:
     def release(self, ticket: Tensor) -> None:
         """The caller drops its reference, and with it the object store's buffer is free."""
 
-    def gradient(self, numel: int) -> Tensor:
-        free = self._free[numel]
-        return free.pop() if free else torch.zeros(numel)
+    def gradient(self, spec: LayerSpec) -> Tensor:
+        free = self._free[spec.extents]
+        return free.pop() if free else torch.zeros(spec.numel)
 
-    def offload(self, gradient: Tensor) -> Tensor:
-        return gradient
+    def offload(self, gradient: Tensor, spec: LayerSpec) -> tuple[Tensor, _Extents]:
+        return gradient, spec.extents
 
-    def collect(self, ticket: Tensor) -> NDArray[np.uint8]:
-        self._free[ticket.numel()].append(ticket)
-        return ticket.view(torch.uint8).numpy()
+    def collect(self, ticket: tuple[Tensor, _Extents]) -> NDArray[np.uint8]:
+        gradient, extents = ticket
+        self._free[extents].append(gradient)
+        return gradient.view(torch.uint8).numpy()
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
@@ -159,8 +164,11 @@ class _Load:
 
 
 class _Offload:
-    def __init__(self, gradient: Tensor, staging: _PinnedBuffer) -> None:
+    """A gradient on its way to the host."""
+
+    def __init__(self, gradient: Tensor, extents: _Extents, staging: _PinnedBuffer) -> None:
         self.gradient = gradient
+        self.extents = extents
         self.staging = staging
         self.grads_done = torch.cuda.Event()
 
@@ -175,7 +183,7 @@ class CudaDevice:
         self._d2h_stream = torch.cuda.Stream()
         self._copier = ThreadPoolExecutor(1, "weights-to-pinned")
         self._slots: dict[int, list[_Slot]] = defaultdict(list)
-        self._gradients: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
+        self._gradients: dict[_Extents, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
         self._staging: dict[int, list[_PinnedBuffer]] = defaultdict(list)
         self._intervals: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -205,15 +213,15 @@ class CudaDevice:
         ticket.slot.compute_done.record()
         self._slots[ticket.nbytes].append(ticket.slot)
 
-    def gradient(self, numel: int) -> Tensor:
-        if not self._gradients[numel]:
-            return torch.zeros(numel, device=self.name)
-        gradient, grads_done = self._gradients[numel].pop()
+    def gradient(self, spec: LayerSpec) -> Tensor:
+        if not self._gradients[spec.extents]:
+            return torch.zeros(spec.numel, device=self.name)
+        gradient, grads_done = self._gradients[spec.extents].pop()
         torch.cuda.current_stream().wait_event(grads_done)
         return gradient
 
-    def offload(self, gradient: Tensor) -> _Offload:
-        offload = _Offload(gradient, self._take_staging(gradient.nbytes))
+    def offload(self, gradient: Tensor, spec: LayerSpec) -> _Offload:
+        offload = _Offload(gradient, spec.extents, self._take_staging(gradient.nbytes))
         grads_ready = torch.cuda.Event()
         grads_ready.record()
         with torch.cuda.stream(self._d2h_stream):
@@ -225,7 +233,7 @@ class CudaDevice:
 
     def collect(self, ticket: _Offload) -> NDArray[np.uint8]:
         ticket.grads_done.synchronize()
-        self._gradients[ticket.gradient.numel()].append((ticket.gradient, ticket.grads_done))
+        self._gradients[ticket.extents].append((ticket.gradient, ticket.grads_done))
         self._staging[ticket.gradient.nbytes].append(ticket.staging)
         return ticket.staging.p_host.numpy()
 

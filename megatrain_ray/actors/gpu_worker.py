@@ -48,7 +48,7 @@ class _GradientSum:
     """The gradient of one layer, summed in fp32 over the micro-batches; parameters that got none are zero."""
 
     def __init__(self, spec: LayerSpec, device: Device) -> None:
-        self.flat = device.gradient(spec.numel)
+        self.flat = device.gradient(spec)
         self._views = named_views(self.flat, spec)
         self._untouched = set(self._views)
 
@@ -216,7 +216,9 @@ class GpuWorker:
     @torch.no_grad()
     def backward(self, layer: int) -> None:
         """Gradient of a layer, summed over the micro-batches, and of what entered it."""
-        gradient_sum = self._sums.setdefault(layer, _GradientSum(self.model.layers[layer], self.device))
+        if layer not in self._sums:  # tied weights have a sum since the head
+            self._sums[layer] = _GradientSum(self.model.layers[layer], self.device)
+        gradient_sum = self._sums[layer]
         with self._weights(layer) as params, self.device.busy():
             for index, micro_batch in enumerate(self._micro_batches):
                 self._seed_dropout(layer, index)
@@ -273,7 +275,7 @@ class GpuWorker:
         # Short fp32 rows, then fp64: exact to fp32's last digits whatever the layer's size.
         rows = torch.linalg.vector_norm(flat.view(-1, LAYER_ALIGN_NUMEL), dim=1)
         self._square_sums[layer] = rows.double().square().sum()
-        self._offloads[layer] = self.device.offload(flat)
+        self._offloads[layer] = self.device.offload(flat, self.model.layers[layer])
 
     def _seed_dropout(self, layer: int, micro_batch: int) -> None:
         """The same random numbers whenever this layer sees this micro-batch: recomputed, replayed, resumed."""

@@ -67,8 +67,7 @@ def read_corpus(paths: Sequence[str], form: str, *, tokenizer: Any, max_length: 
     Raises:
         DataError: A row that cannot be used, or none that can.
     """
-    rows = _peekable(row for path in paths for row in read_rows(Path(path)))
-    first, rows = rows
+    first, rows = _peek(row for path in paths for row in read_rows(Path(path)))
     if first is None:
         raise DataError(f"{', '.join(paths)}: holds no rows; nothing to train on")
     if form == "auto":
@@ -88,7 +87,7 @@ def read_corpus(paths: Sequence[str], form: str, *, tokenizer: Any, max_length: 
     return corpus
 
 
-def _peekable(rows: Iterable[Row]) -> tuple[Row | None, Iterator[Row]]:
+def _peek(rows: Iterable[Row]) -> tuple[Row | None, Iterator[Row]]:
     iterator = iter(rows)
     first = next(iterator, None)
 
@@ -107,8 +106,8 @@ def _detect(first: Row) -> str:
     if "text" in row:
         return "text"
     raise DataError(
-        f"{place}: cannot tell the format from the fields {', '.join(map(repr, row)) or '(none)'}; expected 'input_ids' "
-        "or 'text', or set data.format"
+        f"{place}: cannot tell the format from the fields {', '.join(map(repr, row)) or '(none)'}; expected "
+        "'input_ids' or 'text', or set data.format"
     )
 
 
@@ -139,8 +138,7 @@ def _check_vocabulary(tokens: NDArray[np.int64], vocabulary_rows: int, place: st
     bad = tokens[(tokens < 0) | (tokens >= vocabulary_rows)]
     if len(bad):
         raise DataError(
-            f"{place}: token id {bad[0]} is outside of the model's embedding, which has {vocabulary_rows} rows "
-            "(0 to {})".format(vocabulary_rows - 1)
+            f"{place}: token id {bad[0]} is outside of the model's embedding, which has {vocabulary_rows} rows"
         )
 
 

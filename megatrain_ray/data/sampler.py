@@ -1,4 +1,4 @@
-"""Which rows each optimizer step trains on: a pure function of configuration, seed and step, so resuming needs a number."""
+"""Which rows each step trains on: a pure function of configuration, seed and step, so resuming needs a number."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def assert_close(data: NDArray[np.uint8], spec: LayerSpec, expected: dict[str, T
 @pytest.mark.parametrize("spec", LAYERS, ids=lambda spec: spec.name)
 def test_in_ram_equals_torch_adamw(arena: str, spec: LayerSpec) -> None:
     optimizer = make(arena)
-    optimizer.load(packed(spec, 0, MASTER, flat(spec, spec.index)))
+    optimizer.keep(spec.index, packed(spec, 0, MASTER, flat(spec, spec.index)))
     for step, expected in enumerate(reference(spec, 4), 1):
         emitted = optimizer.update_emit(spec.index, hyper(step), grads(spec, step))
         assert emitted.step == step
@@ -112,7 +112,7 @@ def test_in_ram_equals_torch_adamw(arena: str, spec: LayerSpec) -> None:
 def test_paged_equals_in_ram_bit_for_bit(arena: str) -> None:
     spec = LAYERS[1]
     optimizer = make(arena)
-    optimizer.load(packed(spec, 0, MASTER, flat(spec, 1)))
+    optimizer.keep(spec.index, packed(spec, 0, MASTER, flat(spec, 1)))
     state = packed(spec, 0, STATE, torch.cat([flat(spec, 1), torch.zeros(2 * spec.numel)]))
     for step in (1, 2, 3):
         expected = optimizer.update_emit(1, hyper(step), grads(spec, step)).data.copy()
@@ -128,7 +128,7 @@ def test_paged_equals_in_ram_bit_for_bit(arena: str) -> None:
 def test_padding_stays_zero(arena: str) -> None:
     spec = LAYERS[1]
     optimizer = make(arena)
-    optimizer.load(packed(spec, 0, MASTER, flat(spec, 1)))
+    optimizer.keep(spec.index, packed(spec, 0, MASTER, flat(spec, 1)))
     optimizer.update(1, hyper(1), grads(spec, 1))
     values = as_tensor(optimizer.snapshot(1).section("master"), torch.float32).clone()
     for view in named_views(values, spec).values():
@@ -139,7 +139,7 @@ def test_padding_stays_zero(arena: str) -> None:
 def test_bfloat16_weights_are_rounded_masters_and_small_updates_survive(arena: str) -> None:
     spec = LAYERS[0]
     optimizer = make(arena, "bfloat16")
-    optimizer.load(packed(spec, 0, MASTER, flat(spec, 0)))
+    optimizer.keep(spec.index, packed(spec, 0, MASTER, flat(spec, 0)))
     before = as_tensor(optimizer.snapshot(0).section("master"), torch.float32).clone()
     for step in range(1, 101):
         emitted = optimizer.update_emit(0, Hyper(step, 1e-6), grads(spec, step))
@@ -157,7 +157,7 @@ class Killed(BaseException):
 def test_death_at_any_moment_of_an_update_changes_nothing(arena: str, monkeypatch: pytest.MonkeyPatch) -> None:
     spec = LAYERS[1]
     undisturbed = make(arena)
-    undisturbed.load(packed(spec, 0, MASTER, flat(spec, 1)))
+    undisturbed.keep(spec.index, packed(spec, 0, MASTER, flat(spec, 1)))
     for step in (1, 2):
         undisturbed.update_emit(1, hyper(step), grads(spec, step))
     expected = undisturbed.snapshot(1).data.copy()
@@ -185,7 +185,7 @@ def test_death_at_any_moment_of_an_update_changes_nothing(arena: str, monkeypatc
     deaths = 0
     for moment in range(1, 2 * len(undisturbed._chunks(1)) + 2):
         optimizer = make(arena)
-        optimizer.load(packed(spec, 0, MASTER, flat(spec, 1)))
+        optimizer.keep(spec.index, packed(spec, 0, MASTER, flat(spec, 1)))
         optimizer.update(1, hyper(1), grads(spec, 1))
         gradient = grads(spec, 2)
         countdown = moment
@@ -206,7 +206,7 @@ def test_death_at_any_moment_of_an_update_changes_nothing(arena: str, monkeypatc
 def test_repeating_a_step_does_nothing_and_skipping_one_is_refused(arena: str) -> None:
     spec = LAYERS[1]
     optimizer = make(arena)
-    optimizer.load(packed(spec, 0, MASTER, flat(spec, 1)))
+    optimizer.keep(spec.index, packed(spec, 0, MASTER, flat(spec, 1)))
     optimizer.update(1, hyper(1), grads(spec, 1))
     before = optimizer.snapshot(1).data.copy()
     optimizer.update(1, hyper(1), None)

@@ -1,0 +1,155 @@
+"""A run's directory: who owns it, its metrics, and what a new run may do with an old one."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from megatrain_ray.checkpoint import list_checkpoints
+from megatrain_ray.errors import RunDirectoryError
+
+__all__ = ["RunDirectory", "output_path"]
+
+LOCK = ".lock"
+RUNS_HOME = "megatrain_runs"
+"""Folder in the home directory for relative output directories of submitted jobs."""
+
+
+def output_path(output_dir: str) -> Path:
+    """``output_dir`` as an absolute path.
+
+    Relative ones count from the working directory. Under ``ray job submit`` that is a copy inside Ray's session
+    directory, which disappears: there they count from ``~/megatrain_runs``.
+    """
+    path = Path(output_dir).expanduser()
+    if not path.is_absolute() and "runtime_resources" in Path.cwd().parts:
+        return Path.home() / RUNS_HOME / path
+    return path.absolute()
+
+
+class RunDirectory:
+    """One ``output_dir``, and the store directory that belongs to it.
+
+    Args:
+        path: Absolute.
+        store: Absolute; None: ``path/store``.
+    """
+
+    def __init__(self, path: Path, store: Path | None = None) -> None:
+        self.path = path
+        self.store = store or path / "store"
+        self.metrics = path / "metrics.jsonl"
+        self._locked = False
+
+    @property
+    def name(self) -> str:
+        """Of the run, in the names of its actors."""
+        return self.path.name
+
+    def holds_a_run(self) -> bool:
+        return self.metrics.exists() or (self.path / "config.yaml").exists() or bool(list_checkpoints(self.path))
+
+    def claim(self, *, resume: bool, overwrite: bool) -> None:
+        """Takes the directory for this process.
+
+        Raises:
+            RunDirectoryError: It holds another run, or somebody works in it, or it cannot be written.
+        """
+        if self.holds_a_run() and not resume and not overwrite:
+            raise RunDirectoryError(
+                f"{self.path} holds a run: continue it with --resume, replace it with --overwrite, or name another "
+                "training.output_dir"
+            )
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.store.mkdir(parents=True, exist_ok=True)
+            self._lock()
+            if overwrite and not resume:
+                self._clear()
+            for entry in self.store.iterdir():  # a store is disposable: the run's state is in its checkpoints
+                if entry.name != LOCK:
+                    entry.unlink()
+        except OSError as error:
+            raise RunDirectoryError(f"{error.filename or self.path}: cannot be used: {error.strerror}") from error
+
+    def release(self) -> None:
+        """Gives up the lock."""
+        if self._locked:
+            (self.store / LOCK).unlink(missing_ok=True)
+            self._locked = False
+
+    def _lock(self) -> None:
+        lock = self.store / LOCK
+        me = os.getpid()
+        mine = {"pid": me, "started_s": _started_s(me), "host": socket.gethostname(), "run": str(self.path)}
+        while not self._locked:
+            try:
+                descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                holder = _read_holder(lock)
+                if holder is not None and _may_live(holder):
+                    raise RunDirectoryError(
+                        f"{self.store} is in use by process {holder['pid']} on {holder['host']} (run {holder['run']}): "
+                        f"stop it first, or set tiers.nvme_dir to another directory; if it is gone, remove {lock}"
+                    ) from None
+                lock.unlink(missing_ok=True)  # stale: its process is gone
+                continue
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                json.dump(mine, file)
+            self._locked = True
+
+    def _clear(self) -> None:
+        for checkpoint in list_checkpoints(self.path):
+            shutil.rmtree(checkpoint)
+        for partial in self.path.glob(".checkpoint-*"):
+            shutil.rmtree(partial)
+        for name in ("metrics.jsonl", "config.yaml", "plan.json", "trace.json", "report.html"):
+            (self.path / name).unlink(missing_ok=True)
+
+    # --- metrics ----------------------------------------------------------------------------------------------------
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Adds one record, and flushes it."""
+        with self.metrics.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def cut_after(self, step: int) -> None:
+        """Drops records of steps after ``step``, and a last line that a crash cut off."""
+        if not self.metrics.exists():
+            return
+        kept = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        partial = self.metrics.with_name(".metrics.partial")
+        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+        partial.replace(self.metrics)
+
+
+def _started_s(pid: int) -> float | None:
+    """When a process started, or None: a number used again belongs to another process."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.Error:
+        return None
+
+
+def _may_live(holder: dict[str, Any]) -> bool:
+    """Whether a lock's process may still run; of another host's nobody here can tell."""
+    return bool(holder["host"] != socket.gethostname() or _started_s(holder["pid"]) == holder["started_s"])
+
+
+def _read_holder(lock: Path) -> dict[str, Any] | None:
+    try:
+        holder = json.loads(lock.read_text(encoding="utf-8"))
+        return holder if {"pid", "started_s", "host", "run"} <= set(holder) else None
+    except (OSError, ValueError, TypeError):
+        return None

@@ -1,0 +1,373 @@
+"""The training loop: one schedule a step, a record of each, checkpoints on the way."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from transformers import get_scheduler
+
+from megatrain_ray.actors.cpu_optimizer import Hyper, arena_bytes
+from megatrain_ray.actors.gpu_worker import GradInfo
+from megatrain_ray.actors.nvme_store import WriteReceipt
+from megatrain_ray.checkpoint import export, newest_complete, read_state
+from megatrain_ray.cluster import Cluster, TierSpec, private_bytes
+from megatrain_ray.config import Config, differences
+from megatrain_ray.data.batches import StepBatch
+from megatrain_ray.data.sampler import evaluation_batches
+from megatrain_ray.errors import NonFiniteError, RunDirectoryError
+from megatrain_ray.observe.trace import write_trace
+from megatrain_ray.pipeline import Pipeline, Record
+from megatrain_ray.planner import value_bytes
+from megatrain_ray.prepare import Prepared, prepare
+from megatrain_ray.run_directory import RunDirectory, output_path
+from megatrain_ray.safetensors_file import write_atomically
+from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, build_flush, build_import, build_step
+from megatrain_ray.tiers import tier_builders
+
+__all__ = ["Trainer"]
+
+
+class Trainer:
+    """Trains one model as its configuration says.
+
+    Building it checks everything and starts nothing; the first step starts the actors. A context manager.
+
+    Args:
+        config: Of the run.
+        resume: Continue from the newest complete checkpoint in ``output_dir``; start fresh when there is none.
+        overwrite: Replace a run that ``output_dir`` holds.
+        tell: Called with what a person should know.
+
+    Raises:
+        InvalidInput: Whatever would fail later.
+
+    Attributes:
+        step: Optimizer steps done.
+        total_steps: Of the run.
+        waiting_for: The action that the driver waits for, for people.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        resume: bool = False,
+        overwrite: bool = False,
+        tell: Callable[[str], None] = lambda message: None,
+    ) -> None:
+        self.config = config
+        self.tell = tell
+        self.step = 0
+        self.waiting_for = "nothing yet"
+        store = config.tiers.nvme_dir
+        self.run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))
+        self._pending: Hyper | None = None
+        self._saving: int | None = None
+        self._saved = -1
+        self._cluster: Cluster | None = None
+        self._pipeline: Pipeline
+        self._arena: int | None = None
+        self._peaks: dict[str, int] = {}
+        self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._evaluation: dict[str, float] = {}
+        self.run.claim(resume=resume, overwrite=overwrite)
+        try:
+            checkpoint = self._find_checkpoint(overwrite) if resume else None
+            self._prepared: Prepared = prepare(config, self.run, checkpoint)
+        except BaseException:
+            self.run.release()
+            raise
+        for note in self._prepared.notes:
+            tell(note)
+        self._data = self._prepared.data
+        self.total_steps = self._data.total_steps
+        self._learning_rate = self._make_schedule()
+        self._fresh = checkpoint is None
+        if self._data.corpus.without_targets:
+            tell(f"{self._data.corpus.without_targets} rows have no target and are left out")
+
+    # --- what people call -----------------------------------------------------------------------------------------
+
+    def steps(self) -> Iterator[dict[str, Any]]:
+        """Trains; yields the metrics record of each optimizer step, and saves a checkpoint after the last.
+
+        Raises:
+            TrainingError: The run cannot go on; the newest checkpoint is whole.
+        """
+        if self.step >= self.total_steps:
+            self.tell(f"already complete: {self.step} of {self.total_steps} steps")
+            return
+        self._start()
+        while self.step < self.total_steps:
+            record = self._take_step(self._data.step_batch(self.step + 1))
+            self._maybe_evaluate(record)
+            self.run.append(record)
+            every = self.config.training.save_steps
+            if every and self.step % every == 0 and self.step < self.total_steps:
+                self._saving = self.step
+            yield record
+        self.save_checkpoint()
+
+    def save_checkpoint(self) -> Path:
+        """Completes the present step and saves it, unless that is done already; returns the checkpoint's directory."""
+        self._start()
+        if self._saved != self.step:
+            self._saving = self.step
+            self._run(build_flush(self._shape, pending=self._pending is not None, save=True), None)
+            self._finish_save()
+        return self.run.path / f"checkpoint-{self.step}"
+
+    def save_pretrained(self, out: str | Path, dtype: str | None = None) -> Path:
+        """The model as it is now, as a Hugging Face directory; ``dtype`` None: the model configuration's."""
+        return export(self.save_checkpoint(), Path(out), dtype)
+
+    def evaluate(self) -> dict[str, float]:
+        """Loss and perplexity of ``data.eval_path`` with the weights as they are now."""
+        corpus = self._prepared.evaluation
+        assert corpus is not None
+        self._start()
+        if self._pending is not None:
+            self._run(build_flush(self._shape, pending=True), None)
+        total, count = 0.0, 0
+        schedule = build_step(self._shape, pending=False, train=False)
+        for batch in evaluation_batches(
+            corpus, self.config.training.per_device_train_batch_size, self._data.pad_token_id
+        ):
+            records = self._run(schedule, batch, train=False)
+            total += next(record.receipt.info for record in records if record.action.op is Op.EVALUATE)
+            count += batch.target_tokens
+        loss = total / count
+        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, 700.0))}
+
+    def shutdown(self) -> None:
+        """Ends the actors, gives back memory and directory. Harmless when repeated."""
+        if self._cluster is not None:
+            self._cluster.shutdown()
+            self._cluster = None
+        if self._arena is not None:
+            os.close(self._arena)
+            self._arena = None
+        self.run.release()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # --- starting ---------------------------------------------------------------------------------------------------
+
+    def _find_checkpoint(self, overwrite: bool) -> tuple[Path, int] | None:
+        path, notes = newest_complete(self.run.path)
+        for note in notes:
+            self.tell(note)
+        if path is None:
+            self.tell(f"no complete checkpoint in {self.run.path}: starting from the beginning")
+            self.run.cut_after(0)
+            return None
+        state = read_state(path)
+        changed = differences(Config.from_mapping(state["config"], source=str(path)), self.config)
+        if changed and not overwrite:
+            listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, old, new in changed)
+            raise RunDirectoryError(
+                f"{path} was trained with another configuration: {listed}. Give the old values, or resume with "
+                "--overwrite to change the run from here on"
+            )
+        self.step = self._saved = int(state["step"])
+        self.run.cut_after(self.step)
+        self.tell(f"resuming from {path} (step {self.step})")
+        return path, self.step
+
+    def _start(self) -> None:
+        """Starts the actors and brings every layer to its tier."""
+        if self._cluster is not None:
+            return
+        prepared, plan = self._prepared, self._prepared.plan
+        write_atomically(self.run.path / "config.yaml", self.config.to_yaml())
+        write_atomically(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
+        # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
+        self._arena = os.memfd_create("masters-and-moments")
+        os.ftruncate(self._arena, arena_bytes(prepared.layers, plan.resident))
+        builders = tier_builders(self.config, prepared, self.run.store, f"/proc/{os.getpid()}/fd/{self._arena}")
+        threads = {Tier.STORE: 1, Tier.OPTIMIZER: plan.optimizer_threads, Tier.WORKER: plan.worker_threads}
+        gpus = {Tier.WORKER: 0.0 if prepared.device == "cpu" else 1.0}
+        self._cluster = Cluster(
+            address=self.config.ray.address,
+            object_store_bytes=plan.object_store_bytes,
+            dashboard=self.config.ray.dashboard,
+        )
+        deadline_s = self.config.tiers.deadline_s
+        specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
+        self._cluster.start(self.run.name, specs, deadline_s=deadline_s)
+        self._pipeline = Pipeline(
+            self._cluster,
+            tuple(spec.name for spec in prepared.layers),
+            value_bytes(prepared.layers, prepared.recipe.dtype),
+            deadline_s=deadline_s,
+            on_wait=self._note_wait,
+            on_death=self._note_death,
+        )
+        self._run(build_import(self._shape), None)
+        for warning in self._cluster.ask(Tier.STORE, "warnings"):
+            self.tell(warning)
+
+    @property
+    def _shape(self) -> Any:
+        return self._prepared.plan.shape
+
+    def _make_schedule(self) -> Callable[[int], float]:
+        """The learning rate of a step (from 1), by transformers' own scheduler: a function of the step alone."""
+        training = self.config.training
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
+        scheduler: Any = get_scheduler(
+            training.lr_scheduler_type,
+            optimizer,
+            num_warmup_steps=training.warmup(self.total_steps),
+            num_training_steps=self.total_steps,
+            scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+        )
+        return lambda step: training.learning_rate * float(scheduler.lr_lambdas[0](step - 1))
+
+    # --- one step ---------------------------------------------------------------------------------------------------
+
+    def _take_step(self, batch: StepBatch) -> dict[str, Any]:
+        started_s = time.time()
+        training = self.config.training
+        hyper = Hyper(batch.step, self._learning_rate(batch.step))
+        saving = self._saving is not None
+        schedule = build_step(self._shape, pending=self._pending is not None, save=saving)
+        records = self._run(schedule, batch, eager=hyper)
+        if saving:
+            self._finish_save()
+        infos = [record.receipt.info for record in records if isinstance(record.receipt.info, GradInfo)]
+        loss = next(info.loss for info in infos if info.loss is not None)
+        grad_norm = math.sqrt(math.fsum(info.square_sum for info in infos))
+        if not math.isfinite(grad_norm) or not math.isfinite(loss):
+            raise NonFiniteError(
+                f"step {batch.step}: loss {loss}, gradient norm {grad_norm}: the step was not taken (samples "
+                f"{list(batch.samples[:8])}{'...' if len(batch.samples) > 8 else ''}, learning rate "
+                f"{hyper.learning_rate:g}). Lower the learning rate or look at those rows, and resume from the newest "
+                "checkpoint",
+                context={"step": batch.step, "loss": loss, "grad_norm": grad_norm},
+            )
+        if self._shape.deferred:
+            # As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
+            scale = min(float(training.max_grad_norm or 0.0) / (grad_norm + 1e-6), 1.0)
+            self._pending = Hyper(hyper.step, hyper.learning_rate, scale)
+        self.step = batch.step
+        write_trace(self.run.path / "trace.json", records, self._prepared.layers)
+        return self._record(batch, hyper, loss, grad_norm, records, time.time() - started_s)
+
+    def _run(
+        self, schedule: Schedule, batch: StepBatch | None, *, eager: Hyper | None = None, train: bool = True
+    ) -> list[Record]:
+        """Runs a schedule; the pending updates are done when it has any."""
+        weights_step = self.step
+
+        def arguments(action: Action) -> tuple[Any, ...]:
+            layer, op = action.layer, action.op
+            if op in UPDATES:
+                hyper = self._pending or eager
+                assert hyper is not None
+                return layer, hyper
+            if op is Op.BEGIN:
+                return batch, train
+            if op is Op.IMPORT:
+                return layer, bool(action.writes)
+            if op is Op.SAVE:
+                return layer, self._saving
+            if op is Op.READ_MASTER:
+                return layer, weights_step
+            return (layer,)
+
+        records = self._pipeline.run(schedule, arguments)
+        if any(action.op in UPDATES for action in schedule):
+            self._pending = None
+        for record in records:
+            tier = str(record.action.tier)
+            self._peaks[tier] = max(self._peaks.get(tier, 0), record.receipt.private_bytes)
+            if isinstance(record.receipt.info, GradInfo):
+                self._peaks["device"] = max(self._peaks.get("device", 0), record.receipt.info.device_peak_bytes)
+        return records
+
+    def _record(
+        self,
+        batch: StepBatch,
+        hyper: Hyper,
+        loss: float,
+        grad_norm: float,
+        records: list[Record],
+        step_time_s: float,
+    ) -> dict[str, Any]:
+        receipts = [record.receipt for record in records]
+        busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
+        reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
+        arena = arena_bytes(self._prepared.layers, self._prepared.plan.resident)
+        peaks = {
+            "driver": max(self._peaks.get("driver", 0), private_bytes()),
+            **{str(tier): self._peaks.get(str(tier), 0) for tier in Tier},
+            "object_store": self._pipeline.peak_bytes,
+            "device": self._peaks.get("device", 0),
+        }
+        self._peaks["driver"] = peaks["driver"]
+        peaks["cpu_optimizer"] += arena
+        return {
+            "step": batch.step,
+            "epoch": batch.epoch,
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "learning_rate": hyper.learning_rate,
+            "target_tokens": batch.target_tokens,
+            "tokens": batch.tokens,
+            "samples": list(batch.samples),
+            "step_time_s": step_time_s,
+            "tokens_per_s": batch.tokens / step_time_s,
+            "device_idle_fraction": min(max(1.0 - busy_s / step_time_s, 0.0), 1.0),
+            "nvme_read_bytes": sum(record.receipt.put_bytes for record in records if record.action.op in reads),
+            "nvme_write_bytes": sum(
+                receipt.info.written_bytes for receipt in receipts if isinstance(receipt.info, WriteReceipt)
+            ),
+            "object_store_put_bytes": sum(receipt.put_bytes for receipt in receipts),
+            "peak_bytes": peaks,
+        }
+
+    def _maybe_evaluate(self, record: dict[str, Any]) -> None:
+        every = self.config.training.eval_steps
+        if every and (self.step % every == 0 or self.step == self.total_steps):
+            record.update(self.evaluate())
+
+    def _finish_save(self) -> None:
+        assert self._cluster is not None and self._saving is not None
+        number, self._saving = self._saving, None
+        state = {
+            "step": number,
+            "epoch": number / self._data.steps_per_epoch,
+            "total_steps": self.total_steps,
+            "config": self.config.model_dump(mode="json"),
+        }
+        path = self._cluster.ask(Tier.STORE, "finish_save", number, state, deadline_s=self.config.tiers.deadline_s)
+        self._saved = number
+        self.tell(f"saved {path}")
+
+    # --- what happens meanwhile -------------------------------------------------------------------------------------
+
+    def _note_wait(self, action: Action) -> None:
+        self.waiting_for = f"{action.tier}: {self._pipeline.describe(action)}"
+
+    def _note_death(self, action: Action, stalled: bool) -> None:
+        self._deaths[action.tier] += 1
+        what = f"did not finish within {self.config.tiers.deadline_s:.0f} s and was killed" if stalled else "died"
+        self.tell(
+            f"{action.tier} {what} in {self._pipeline.describe(action)} (step {self.step + 1}); it restarts, and the "
+            "step is repeated"
+        )
