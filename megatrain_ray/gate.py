@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from megatrain_ray.errors import ModelError
-from megatrain_ray.model import MicroBatchTensors, Roles, StreamModel, find_decoder_layers, meta_model
+from megatrain_ray.model import MicroBatchTensors, StreamModel, find_decoder_layers, meta_model
+from megatrain_ray.recipe import Roles
 
 __all__ = ["check_equality", "shrink"]
 

@@ -28,8 +28,9 @@ from transformers.initialization import no_init_weights
 
 from megatrain_ray.errors import ModelError
 from megatrain_ray.layout import LayerSpec, decoder_layer_name, pack_layer
+from megatrain_ray.recipe import Roles
 
-__all__ = ["LayerGraph", "MicroBatchTensors", "Prologue", "Roles", "StreamModel", "load_model_config", "meta_model"]
+__all__ = ["LayerGraph", "MicroBatchTensors", "Prologue", "StreamModel", "load_model_config", "meta_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,21 +52,6 @@ class MicroBatchTensors:
         given = {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
         present = {name: value for name, value in given.items() if value is not None}
         return {"input_ids": self.input_ids, "use_cache": False, **present}
-
-
-@dataclass(frozen=True, slots=True)
-class Roles:
-    """Where an architecture uses its parameters outside the decoder layers; found by trying (see `gate`).
-
-    Attributes:
-        prologue: Names of those that the hidden state entering the first layer depends on.
-        epilogue: Names of those that the logits depend on, given the last hidden state.
-        layer_outputs: Length of the tuple that a decoder layer returns; 0 when it returns the tensor itself.
-    """
-
-    prologue: frozenset[str]
-    epilogue: frozenset[str]
-    layer_outputs: int
 
 
 @dataclass(slots=True)

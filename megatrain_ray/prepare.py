@@ -6,7 +6,6 @@ import json
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,13 @@ from megatrain_ray.errors import ModelError, PlanError
 from megatrain_ray.gate import check_equality
 from megatrain_ray.layout import LayerSpec
 from megatrain_ray.machine import probe
-from megatrain_ray.model import Roles, StreamModel, load_model_config, meta_model
+from megatrain_ray.model import StreamModel, load_model_config
 from megatrain_ray.planner import Plan, Workload, make_plan
+from megatrain_ray.recipe import ModelRecipe
 from megatrain_ray.run_directory import RunDirectory
 from megatrain_ray.sources import CheckpointSource, LayerSource, RandomSource, open_pretrained
 
-__all__ = ["ModelRecipe", "Prepared", "prepare"]
+__all__ = ["Prepared", "prepare"]
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -38,30 +38,6 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRecipe:
-    """How to make the model on meta in any process."""
-
-    model_config: Any
-    dtype: str
-    attn_implementation: str
-    trust_remote_code: bool
-    roles: Roles
-
-    def build(self) -> torch.nn.Module:
-        """The bare model."""
-        return meta_model(
-            self.model_config,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-        )
-
-    def stream(self, device: torch.device | str = "cpu") -> StreamModel:
-        """The model as a stream of layers."""
-        return StreamModel(self.build(), self.roles, device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +122,7 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | N
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary_rows=vocabulary_rows,
     )
-    build = partial(_build_fp32, recipe)
+    build = recipe.build_masters
     plan = make_plan(
         config,
         model.layers,
@@ -166,12 +142,6 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | N
         plan=plan,
         notes=(),
     )
-
-
-def _build_fp32(recipe: ModelRecipe) -> torch.nn.Module:
-    return ModelRecipe(
-        recipe.model_config, "float32", recipe.attn_implementation, recipe.trust_remote_code, recipe.roles
-    ).build()
 
 
 def _device(wanted: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain_ray.config import Config
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.prepare import ModelRecipe, Prepared
+from megatrain_ray.recipe import ModelRecipe
 from megatrain_ray.schedule import Tier
+
+if TYPE_CHECKING:
+    from megatrain_ray.prepare import Prepared
 
 __all__ = ["tier_builders"]
 
