@@ -56,6 +56,7 @@ def check_equality(
         torch.manual_seed(0)
         model, plain, batches, expected = _comparable(config, options)
         params = {name: parameter.detach() for name, parameter in plain.named_parameters()}
+        model.load_constants({name: plain.get_buffer(name) for name in model.constants})
         try:
             got = streamed_gradients(model, params, batches, chunk_tokens=4)
         except ModelError:
@@ -187,6 +188,10 @@ def _plain(model: StreamModel, options: dict[str, Any]) -> nn.Module:
     with torch.no_grad():
         for parameter in module.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.05)
+        for name in model.constants:
+            buffer = module.get_buffer(name)
+            if buffer.is_floating_point():
+                buffer.add_(torch.randn_like(buffer), alpha=0.05)
     return cast(nn.Module, module.eval())
 
 

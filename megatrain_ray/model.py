@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -74,6 +75,8 @@ class StreamModel:
         layers: Specs in stream order; an empty head (all weights tied) has ``numel`` 0.
         head_reads: Indices of the layers whose parameters the epilogue needs.
         aliases: The other names of each tied parameter, by the name it has in ``layers``.
+        constants: Small buffers that belong to the checkpoint (DeepSeek's expert biases), by full name; usually none.
+        constants_loaded: Whether `load_constants` has been called, or need not be.
         warnings: What the user should know, one sentence each.
     """
 
@@ -82,6 +85,8 @@ class StreamModel:
         self.module = skeleton.module
         self.device = torch.device(device)
         self.warnings = skeleton.warnings
+        self.constants = {name: self.module.get_buffer(name) for name in skeleton.constants}
+        self.constants_loaded = not self.constants
         self._dtype = DTYPES[dtype]
         self._forward = PiecewiseForward(skeleton, self._dtype)
         self.aliases = self._forward.aliases
@@ -107,13 +112,17 @@ class StreamModel:
         device: str = "cpu",
     ) -> StreamModel:
         """Builds the model from a directory's ``config.json``; see `from_config`."""
-        return cls.from_config(
-            read_model_config(model_dir, trust_remote_code=trust_remote_code),
-            dtype=dtype,
-            attn_implementation=attn_implementation,
-            trust_remote_code=trust_remote_code,
-            device=device,
-        )
+        config = read_model_config(model_dir, trust_remote_code=trust_remote_code)
+        try:
+            return cls.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                device=device,
+            )
+        except ModelError as error:
+            raise ModelError(f"{Path(model_dir) / 'config.json'}: {error}") from error
 
     @classmethod
     def from_config(
@@ -170,6 +179,35 @@ class StreamModel:
         """Switches dropout on or off; the model starts with it off."""
         self.module.train(mode)
 
+    def load_constants(self, values: Mapping[str, Tensor]) -> None:
+        """Sets the constants; a model that has some computes nothing before.
+
+        Args:
+            values: For every name in ``constants``; copied.
+        """
+        assert values.keys() == self.constants.keys(), f"expected values for {list(self.constants)}"
+        for name, value in values.items():
+            self.constants[name].copy_(value)
+        self.constants_loaded = True
+
+    def check_length(self, length: int) -> None:
+        """Whether rows of this many tokens can enter the model: learned positions come to an end.
+
+        Raises:
+            ModelError: They cannot.
+        """
+        zeros = {tensor.name: self._zeros(tensor.shape) for tensor in self.layers[0].tensors}
+        tokens = torch.zeros((1, length), dtype=torch.int64, device=self.device)
+        try:
+            with torch.no_grad():
+                self._forward.record(zeros, MicroBatchTensors(tokens))
+        except Exception as error:  # an index out of range, or whatever the model checks
+            limit = getattr(text_config(self.config), "max_position_embeddings", "unknown")
+            raise ModelError(
+                f"{self.config.model_type} does not take rows of {length} tokens (max_position_embeddings is {limit}); "
+                f"lower data.max_length: {error}"
+            ) from error
+
     def prologue(self, params: Mapping[str, Tensor], batch: MicroBatchTensors) -> Prologue:
         """Runs the model up to its first decoder layer and collects what each decoder layer will be called with.
 
@@ -177,6 +215,7 @@ class StreamModel:
             params: Of layer 0.
             batch: One micro-batch.
         """
+        assert self.constants_loaded, f"load_constants has not been called for {list(self.constants)}"
         with torch.enable_grad():  # only to see what depends on the parameters; the graph ends here
             hidden, calls = self._forward.record(_leaves(params), batch)
         leaves = {id(value): value.detach().requires_grad_() for value in _differentiable(calls)}

@@ -23,6 +23,9 @@ from megatrain_ray.errors import ModelError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+MAX_CONSTANT_BYTES = 64 << 20
+"""Buffers that a checkpoint carries travel to each process whole, so they must be small."""
+
 
 @dataclass(frozen=True, slots=True)
 class Skeleton:
@@ -32,12 +35,14 @@ class Skeleton:
         module: The causal language model; every parameter is on the meta device, every buffer is real.
         config: Its configuration, a copy of the caller's with what training switches off (cache, router losses).
         decoder_layers: Full module name and module of each decoder layer, in order.
+        constants: Names of the buffers that a checkpoint carries (DeepSeek's expert biases); no optimizer changes them.
         warnings: What the user should know, one sentence each.
     """
 
     module: nn.Module
     config: PreTrainedConfig
     decoder_layers: tuple[tuple[str, nn.Module], ...]
+    constants: tuple[str, ...]
     warnings: tuple[str, ...]
 
 
@@ -121,12 +126,12 @@ def build_skeleton(
             f"{name} refuses the attention implementation {attn_implementation!r}, using eager: {_first_line(error)}"
         )
     _keep_in_fp32(module, DTYPES[dtype])
-    _refuse_persistent_buffers(module, name)
+    constants = _find_constants(module, name)
     for submodule in module.modules():
         for buffer_name, buffer in submodule.named_buffers(recurse=False):
             submodule._buffers[buffer_name] = buffer.to(device)
     decoder_layers = _find_decoder_layers(module, module.config)
-    return Skeleton(module.eval(), module.config, decoder_layers, tuple(warnings))
+    return Skeleton(module.eval(), module.config, decoder_layers, constants, tuple(warnings))
 
 
 def _switch_off_extras(config: PreTrainedConfig) -> list[str]:
@@ -143,13 +148,13 @@ def _switch_off_extras(config: PreTrainedConfig) -> list[str]:
 
 
 def _construct(config: PreTrainedConfig, dtype: str, attn_implementation: str, trust_remote_code: bool) -> Any:
-    """Builds on the meta device, then computes the buffers that no checkpoint holds (rotary frequencies, masks), as
-    ``from_pretrained`` does: ``initialize_weights`` leaves meta parameters alone."""
+    """Builds on the meta device, then computes the buffers (rotary frequencies, masks), as ``from_pretrained`` does for
+    those that no checkpoint holds: ``initialize_weights`` leaves meta parameters alone."""
     with torch.device("meta"), meta_device_safe_creation_ops():
         module = causal_lm(config, DTYPES[dtype], attn_implementation, trust_remote_code)
     for part in module.modules():
-        for name in part._non_persistent_buffers_set & {name for name, _ in part.named_buffers(recurse=False)}:
-            part._buffers[name] = torch.empty_like(part._buffers[name], device="cpu")
+        for name, buffer in part.named_buffers(recurse=False):
+            part._buffers[name] = torch.zeros_like(buffer, device="cpu")
     module.initialize_weights()
     return module
 
@@ -177,14 +182,15 @@ def _keep_in_fp32(module: Any, dtype: torch.dtype) -> None:
                 parameter.data = parameter.data.to(torch.float32)
 
 
-def _refuse_persistent_buffers(module: nn.Module, name: str) -> None:
+def _find_constants(module: nn.Module, name: str) -> tuple[str, ...]:
     parameters = {key for key, _ in module.named_parameters(remove_duplicate=False)}
-    persistent = [key for key in module.state_dict() if key not in parameters]
-    if persistent:
+    constants = tuple(key for key in module.state_dict() if key not in parameters)
+    size = sum(module.get_buffer(key).nbytes for key in constants)
+    if size > MAX_CONSTANT_BYTES:
         raise ModelError(
-            f"{name} keeps values outside its parameters that a checkpoint must carry ({persistent[0]} and "
-            f"{len(persistent) - 1} more buffers); this is not supported"
+            f"{name} keeps {size} bytes outside its parameters ({constants[0]}, ...); expected a few small values"
         )
+    return constants
 
 
 def _find_decoder_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[tuple[str, nn.Module], ...]:

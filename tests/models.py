@@ -8,6 +8,7 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
+    Glm4MoeConfig,
     GPT2Config,
     GPTNeoXConfig,
     GptOssConfig,
@@ -54,6 +55,14 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
     "phi": lambda: PhiConfig(**TINY),
     "mixtral": lambda: MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": lambda: GptOssConfig(**TINY, head_dim=12, sliding_window=4, num_local_experts=4, num_experts_per_tok=2),
+    "glm4_moe": lambda: Glm4MoeConfig(
+        **TINY,
+        head_dim=12,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        first_k_dense_replace=1,
+    ),
 }
 """Family name to a function that makes its tiny configuration (hidden size 32, 3 or 4 layers, 97 tokens)."""
 
@@ -89,4 +98,6 @@ def plain_model(
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=spread)
+        for name in model.state_dict().keys() - dict(model.named_parameters(remove_duplicate=False)).keys():
+            model.get_buffer(name).add_(torch.randn_like(model.get_buffer(name)), alpha=spread)
     return model.eval()

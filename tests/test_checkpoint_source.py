@@ -43,6 +43,8 @@ def assert_reads_like_transformers(directory: Path, attn: str = "sdpa") -> Layer
     weights = read_all(source, model)
     expected = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation=attn)
     assert weights.keys() == dict(expected.named_parameters()).keys()
+    for name, value in model.constants.items():
+        assert torch.equal(value, expected.get_buffer(name)), name
     for name, parameter in expected.named_parameters():
         assert torch.equal(weights[name], parameter), name
     return source

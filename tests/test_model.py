@@ -16,7 +16,6 @@ from transformers import (
     BloomConfig,
     FalconConfig,
     Gemma3Config,
-    Glm4MoeConfig,
     LlamaConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -59,6 +58,7 @@ def test_streamed_equals_plain(family: str) -> None:
     attn = attn_implementation(family)
     plain = plain_model(config, attn=attn)
     model = StreamModel.from_config(config, attn_implementation=attn)
+    model.load_constants({name: plain.state_dict()[name] for name in model.constants})
     batches = uneven_batches(97)
     expected = plain_gradients(plain, batches, label_smoothing=0.1)
     assert_equal_gradients(streamed_gradients(model, parameters(plain), batches, label_smoothing=0.1), expected)
@@ -234,7 +234,6 @@ def test_a_refused_attention_falls_back_to_eager(family: str) -> None:
     ("config", "message"),
     [
         (Gemma3Config(), "parts besides its language model"),
-        (Glm4MoeConfig(num_hidden_layers=2), "e_score_correction_bias"),
         (Zamba2Config(), "shared with or between decoder layers"),
     ],
 )
@@ -258,7 +257,8 @@ def test_an_unknown_attention_is_refused() -> None:
         ('{"model_type": "nonesuch", "architectures": ["NonesuchForCausalLM"]}', r"nonesuch.*NonesuchForCausalLM"),
         ("{}", "model_type None"),
         ('{"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}', r"quantized \(gptq\)"),
-        ('{"model_type": "t5"}', "t5"),
+        ('{"model_type": "t5"}', r"config\.json: .*t5"),
+        ('{"model_type": "clip_text_model"}', r"config\.json: .*clip_text_model.*AutoModelForCausalLM"),
         ('{"model_type": "bert", "num_hidden_layers": "many"}', "num_hidden_layers"),
     ],
 )
@@ -267,6 +267,58 @@ def test_a_bad_config_json_is_refused_by_name(tmp_path: Path, content: str | Non
         (tmp_path / "config.json").write_text(content, encoding="utf-8")
     with pytest.raises(ModelError, match=message):
         StreamModel.from_config_dir(str(tmp_path))
+
+
+def test_constants_are_part_of_the_model() -> None:
+    config = FAMILIES["glm4_moe"]()
+    plain = plain_model(config)
+    bias = next(buffer for name, buffer in plain.named_buffers() if name.endswith("correction_bias"))
+    bias.copy_(torch.tensor([0.5, -0.5, 0.3, -0.3]))  # decides which experts are taken
+    model = StreamModel.from_config(config)
+    assert model.constants.keys() == {key for key in plain.state_dict() if key.endswith("correction_bias")}
+    batches = uneven_batches(97)
+    with pytest.raises(AssertionError, match="load_constants"):
+        streamed_gradients(model, parameters(plain), batches)
+    model.load_constants({key: plain.state_dict()[key] for key in model.constants})
+    expected = plain_gradients(plain, batches)
+    assert_equal_gradients(streamed_gradients(model, parameters(plain), batches), expected)
+    model.load_constants({key: torch.zeros_like(value) for key, value in model.constants.items()})
+    assert streamed_gradients(model, parameters(plain), batches)[0] != pytest.approx(expected[0], rel=1e-4)
+    with pytest.raises(AssertionError, match="correction_bias"):
+        model.load_constants({})
+
+
+def test_learned_positions_limit_the_length() -> None:
+    model = StreamModel.from_config(FAMILIES["gpt2"]())
+    model.check_length(64)
+    with pytest.raises(
+        ModelError, match=r"rows of 65 tokens \(max_position_embeddings is 64\); lower data\.max_length"
+    ):
+        model.check_length(65)
+    StreamModel.from_config(FAMILIES["llama"]()).check_length(65)
+
+
+def test_parameters_that_the_library_keeps_in_fp32_are_cast() -> None:
+    torch.manual_seed(0)
+    plain = ToyModel("").to(torch.bfloat16)
+    with torch.device("meta"):
+        module = ToyModel("").to(torch.bfloat16)
+    for each in (plain, module):
+        for layer in each.layers:
+            layer.keep_in_fp32()
+    layers = tuple((f"layers.{index}", layer) for index, layer in enumerate(module.layers))
+    config: Any = SimpleNamespace(model_type="toy")
+    model = StreamModel(Skeleton(module, config, layers, (), ()), dtype="bfloat16", device="cpu")
+    for parameter in plain.parameters():  # values that bfloat16 can hold, since the stream carries bfloat16
+        parameter.data = parameter.data.to(torch.bfloat16).to(parameter.dtype)
+    params = {name: parameter.to(torch.bfloat16) for name, parameter in parameters(plain).items()}
+    ids = torch.randint(0, 11, (2, 5))
+    batches = [LabelledBatch(MicroBatchTensors(ids), ids.clone())]
+    loss, grads = streamed_gradients(model, params, batches)
+    plain_loss, plain_grads = plain_gradients(plain, batches)
+    assert loss == pytest.approx(plain_loss, rel=1e-6)
+    for name, grad in plain_grads.items():
+        torch.testing.assert_close(grads[name], grad.float(), rtol=0.02, atol=1e-3)
 
 
 def test_targets_are_the_next_tokens() -> None:
@@ -290,8 +342,12 @@ class ToyLayer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
+    def keep_in_fp32(self) -> None:
+        self.linear.float()
+
     def forward(self, hidden_states: Tensor, extra: Tensor | None = None) -> Tensor:
-        output: Tensor = hidden_states + self.linear(hidden_states)
+        dtype = self.linear.weight.dtype
+        output: Tensor = hidden_states + self.linear(hidden_states.to(dtype)).to(hidden_states.dtype)
         return output if extra is None else output * extra
 
 
@@ -330,7 +386,7 @@ def toy(habit: str) -> tuple[StreamModel, ToyModel]:
         module = ToyModel(habit)
     layers = tuple((f"layers.{index}", layer) for index, layer in enumerate(module.layers))
     config: Any = SimpleNamespace(model_type="toy")
-    return StreamModel(Skeleton(module, config, layers, ()), dtype="float32", device="cpu"), plain
+    return StreamModel(Skeleton(module, config, layers, (), ()), dtype="float32", device="cpu"), plain
 
 
 def test_arguments_made_from_the_embedding_carry_gradients() -> None:

@@ -102,8 +102,11 @@ def _converting(model: StreamModel, target: str, parts: list[tuple[StoredTensor,
     )
 
 
-def plan_saving(model: StreamModel) -> tuple[SavedLayer, ...]:
+def plan_saving(model: StreamModel) -> tuple[tuple[SavedLayer, ...], dict[str, str]]:
     """The names that ``save_pretrained`` would write, layer by layer.
+
+    Returns:
+        The layers, and the constants: names in the checkpoint to names in the model.
 
     Raises:
         ModelError: transformers would combine weights of several layers.
@@ -112,27 +115,24 @@ def plan_saving(model: StreamModel) -> tuple[SavedLayer, ...]:
         {saved_name(model, tensor.name): torch.empty(tensor.shape, device="meta") for tensor in spec.tensors}
         for spec in model.layers
     ]
+    constants = {name: torch.empty(value.shape, device="meta") for name, value in model.constants.items()}
     layers = []
     for spec, parameters in zip(model.layers, meta, strict=True):
-        reverted = _revert(model, dict(parameters))
-        by_identity = {id(value): name for name, value in parameters.items()}
-        kept = {name: by_identity[id(value)] for name, value in reverted.items() if id(value) in by_identity}
         names = {saved_name(model, tensor.name): tensor.name for tensor in spec.tensors}
-        layers.append(
-            SavedLayer(
-                {name: tuple(value.shape) for name, value in reverted.items()},
-                {name: names[source] for name, source in kept.items()} if len(kept) == len(reverted) else None,
-            )
-        )
-    whole = _revert(model, {name: value for parameters in meta for name, value in parameters.items()})
-    if {name: tuple(value.shape) for name, value in whole.items()} != {
-        name: shape for layer in layers for name, shape in layer.tensors.items()
+        shapes, kept = _reverted_names(model, parameters)
+        same = len(kept) == len(shapes)
+        layers.append(SavedLayer(shapes, {name: names[source] for name, source in kept.items()} if same else None))
+    constant_shapes, saved_constants = _reverted_names(model, constants)
+    everything = {name: shape for layer in layers for name, shape in layer.tensors.items()} | constant_shapes
+    whole = _revert(model, {name: value for part in (*meta, constants) for name, value in part.items()})
+    if len(saved_constants) != len(constant_shapes) or everything != {
+        name: tuple(value.shape) for name, value in whole.items()
     }:
         raise ModelError(
             f"{model.config.model_type}: transformers saves this architecture by combining weights of several layers; "
             "that is not supported"
         )
-    return tuple(layers)
+    return tuple(layers), saved_constants
 
 
 def convert_for_saving(model: StreamModel, index: int, flat: NDArray[np.float32]) -> dict[str, NDArray[np.float32]]:
@@ -156,6 +156,16 @@ def saved_name(model: StreamModel, name: str) -> str:
     tied: Any = getattr(model.module, "all_tied_weights_keys", {})
     names = (name, *model.aliases.get(name, ()))
     return next((each for each in names if each not in tied), name)
+
+
+def _reverted_names(
+    model: StreamModel, parameters: dict[str, Tensor]
+) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Shapes of meta tensors after reverting, and the old name of each one that is only renamed."""
+    reverted = _revert(model, dict(parameters))
+    old_names = {id(value): name for name, value in parameters.items()}
+    kept = {name: old_names[id(value)] for name, value in reverted.items() if id(value) in old_names}
+    return {name: tuple(value.shape) for name, value in reverted.items()}, kept
 
 
 def _revert(model: StreamModel, parameters: dict[str, Tensor]) -> dict[str, Tensor]:

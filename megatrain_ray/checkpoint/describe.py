@@ -6,10 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import GenerationConfig
 
 from megatrain_ray.checkpoint.conversion import plan_saving
-from megatrain_ray.checkpoint.save_spec import SaveSpec
+from megatrain_ray.checkpoint.save_spec import Constant, SaveSpec
+from megatrain_ray.checkpoint.weights import DTYPE_NAMES
 from megatrain_ray.errors import ModelError
 from megatrain_ray.model import StreamModel
 
@@ -39,7 +42,7 @@ def describe_saving(
     """Collects what checkpoints and exports of a model consist of besides values.
 
     Args:
-        model: Built from the directory's configuration.
+        model: Built from the directory's configuration, its constants loaded.
         model_dir: Where configuration, tokenizer and generation settings come from.
         model_dtype: Of the weights, where ``config.json`` names none.
         chat_template: Replaces the tokenizer's.
@@ -51,6 +54,7 @@ def describe_saving(
     Raises:
         ModelError: A file cannot be read, or the architecture cannot be saved layer by layer.
     """
+    assert model.constants_loaded, "open the weights first: they hold the model's constants"
     directory = Path(model_dir)
     try:
         files = {
@@ -61,18 +65,26 @@ def describe_saving(
         raise ModelError(f"{directory}: cannot be read: {error}") from error
     if chat_template is not None:
         files = _with_chat_template(files, chat_template)
+    saved, constants = plan_saving(model)
     named_dtype = config.pop("torch_dtype", None)
     named_dtype = config.pop("dtype", None) or named_dtype
     config["architectures"] = [type(model.module).__name__]
     return SaveSpec(
         layers=model.layers,
-        saved=plan_saving(model),
+        saved=saved,
+        constants={name: _constant(model.constants[source]) for name, source in constants.items()},
         config=config,
         model_dtype=named_dtype or model_dtype or "float32",
         files=files,
         trust_remote_code=trust_remote_code,
         warnings=_check_generation_config(directory) if "generation_config.json" in files else (),
     )
+
+
+def _constant(value: Tensor) -> Constant:
+    dtype = {**DTYPE_NAMES, torch.int64: "I64", torch.bool: "BOOL"}[value.dtype]
+    data = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return Constant(dtype, tuple(value.shape), data)
 
 
 def _with_chat_template(files: dict[str, bytes], chat_template: str) -> dict[str, bytes]:

@@ -18,6 +18,8 @@ from megatrain_ray.model import StreamModel, bind
 class RandomSource:
     """Random weights; each layer depends on the seed and its index alone, so any layer can be made again.
 
+    The model's constants count as loaded: they are what the library sets them to.
+
     Attributes:
         dtype: ``float32``.
         warnings: Empty.
@@ -28,6 +30,7 @@ class RandomSource:
     def __init__(self, model: StreamModel, seed: int) -> None:
         self.warnings: list[str] = []
         self._model = model
+        model.load_constants({name: value.clone() for name, value in model.constants.items()})
         self._seed = seed
 
     def read_layer(self, spec: LayerSpec) -> NDArray[np.float32]:

@@ -27,12 +27,28 @@ class SavedLayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Constant:
+    """A small tensor that training does not change but a checkpoint carries.
+
+    Attributes:
+        dtype: In safetensors' spelling.
+        shape: Its shape.
+        data: Its bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class SaveSpec:
     """Everything of a model directory but the values of its weights.
 
     Attributes:
         layers: The stream.
         saved: For each layer, its names and shapes in the checkpoint.
+        constants: By name in the checkpoint; usually none.
         config: ``config.json`` without a dtype.
         model_dtype: What the model's configuration asks for: the default of an export.
         files: Other files by name, such as the tokenizer's: small ones, carried unchanged.
@@ -42,18 +58,20 @@ class SaveSpec:
 
     layers: tuple[LayerSpec, ...]
     saved: tuple[SavedLayer, ...]
+    constants: dict[str, Constant]
     config: dict[str, Any]
     model_dtype: str
     files: dict[str, bytes]
     trust_remote_code: bool
     warnings: tuple[str, ...]
 
-    def plan_shards(self, stem: str, max_numel: int) -> dict[str, list[int]]:
+    def plan_shards(self, stem: str, *, max_numel: int = 0, constants: bool = False) -> dict[str, list[int]]:
         """File names and the layers in each, in stream order; layers without tensors are nowhere.
 
         Args:
             stem: ``model`` or ``optimizer``.
             max_numel: Layers share a file up to this many elements; 0: one layer a file.
+            constants: Whether a last file without layers holds the constants, if there are any.
         """
         groups: list[list[int]] = []
         filled = 0
@@ -66,6 +84,8 @@ class SaveSpec:
             else:
                 groups.append([spec.index])
                 filled = saved.numel
+        if constants and self.constants:
+            groups.append([])
         if len(groups) == 1 and max_numel:
             return {f"{stem}.safetensors": groups[0]}
         return {f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors": group for i, group in enumerate(groups, 1)}

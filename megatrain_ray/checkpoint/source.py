@@ -40,7 +40,7 @@ def open_source(model_dir: str, model: StreamModel) -> CheckpointSource:
 
     Args:
         model_dir: Holds ``model.safetensors`` or shards with an index (or the same as ``.bin``).
-        model: Built from the configuration that the weights must fit.
+        model: Built from the configuration that the weights must fit; its constants are loaded.
 
     Raises:
         ModelError: Missing or broken files, an index that lies, missing tensors, shapes or dtypes that do not fit.
@@ -65,6 +65,7 @@ class CheckpointSource:
         self._by_target = {name: recipe for recipe in recipes for name in recipe.targets}
         self._by_layer = [self._recipes_of(directory, spec) for spec in model.layers]
         self.dtype = _most_common_dtype(recipes)
+        self._load_constants(directory)
         ignored = [name for name in unexpected if not _is_leftover(model, name)]
         if ignored:
             self.warnings.append(f"{directory}: {len(ignored)} tensors have no place in the model: {_some(ignored)}")
@@ -121,6 +122,21 @@ class CheckpointSource:
                     "different layers; that cannot be read layer by layer"
                 )
         return list(recipes.values())
+
+    def _load_constants(self, directory: Path) -> None:
+        missing = [name for name in self._model.constants if name not in self._by_target]
+        if missing:
+            raise ModelError(f"{directory}: the values of {len(missing)} buffers are missing: {_some(missing)}")
+        values = {}
+        for name, constant in self._model.constants.items():
+            recipe = self._by_target[name]
+            if recipe.converter is not None or recipe.targets[name] != tuple(constant.shape):
+                raise ModelError(
+                    f"{recipe.sources[0].path}: {recipe.sources[0].name} does not fit {name} of shape "
+                    f"{list(constant.shape)}"
+                )
+            values[name] = self._files.load(recipe.sources[0])
+        self._model.load_constants(values)
 
     def _check_fit(self, recipe: Recipe, name: str, shape: tuple[int, ...]) -> None:
         first = recipe.sources[0]

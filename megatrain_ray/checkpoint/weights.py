@@ -25,7 +25,8 @@ from megatrain_ray.errors import ModelError
 TORCH_DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes of weights that can be trained, by their names in safetensors; others are quantized or no weights."""
 
-_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+"""The other way round."""
 
 
 class WeightFiles(Protocol):
@@ -150,7 +151,7 @@ class TorchFiles:
         for shard in shards:
             state = _torch_load(shard, "meta")
             headers[shard] = {
-                name: StoredTensor(shard, name, _NAMES.get(value.dtype, str(value.dtype)), tuple(value.shape), 0)
+                name: StoredTensor(shard, name, DTYPE_NAMES.get(value.dtype, str(value.dtype)), tuple(value.shape), 0)
                 for name, value in state.items()
             }
         self.tensors = _collect(headers, located)

@@ -59,7 +59,7 @@ class ModelWriter:
         self._spec = spec
         self._dtype = dtype
         self._model = model
-        self._shards = spec.plan_shards("model", max_shard_numel)
+        self._shards = spec.plan_shards("model", max_numel=max_shard_numel, constants=True)
         self._open: dict[str, SafetensorsWriter] = {}
         for name, content in spec.files.items():
             self.files[name] = write_durably(directory / name, content)
@@ -88,13 +88,21 @@ class ModelWriter:
             self.files[name] = self._open.pop(name).close()
 
     def finish(self) -> None:
-        """Writes the index, where there are several files, and flushes the directory."""
+        """Writes constants and index, where there are any or several files, and flushes the directory."""
         weight_map = {
             tensor: name
             for name, layers in self._shards.items()
             for layer in layers
             for tensor in self._spec.saved[layer].tensors
         }
+        if constants := self._spec.constants:
+            name = next(reversed(self._shards))
+            file = SafetensorsWriter(
+                self.directory / name, {key: (value.dtype, value.shape) for key, value in constants.items()}
+            )
+            file.write(np.frombuffer(value.data, np.uint8) for value in constants.values())
+            self.files[name] = file.close()
+            weight_map |= dict.fromkeys(constants, name)
         missing = [name for name in self._shards if name not in self.files]
         assert not missing, f"{self.directory}: layers of {missing} were never written"
         if len(self._shards) > 1:
@@ -150,9 +158,7 @@ class CheckpointWriter:
         self._partial = self._final.with_name(f".{self._final.name}.partial")
         self._step = step
         self._spec = spec
-        self._optimizer_shards = {
-            layers[0]: name for name, layers in spec.plan_shards("optimizer", max_numel=0).items()
-        }
+        self._optimizer_shards = {layers[0]: name for name, layers in spec.plan_shards("optimizer").items()}
         with self._all_or_nothing():
             remove_tree(self._partial)
             self._partial.mkdir(parents=True)
