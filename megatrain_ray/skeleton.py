@@ -63,8 +63,8 @@ def read_model_config(model_dir: str, *, trust_remote_code: bool = False) -> Pre
         raise ModelError(f"{path}: cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path}: expected a JSON object, got {type(content).__name__}")
-    if "quantization_config" in content:
-        method = (content["quantization_config"] or {}).get("quant_method", "unknown")
+    if quantization := content.get("quantization_config"):
+        method = quantization.get("quant_method", "unknown")
         raise ModelError(f"{path}: the weights are quantized ({method}); training needs the unquantized model")
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
@@ -195,7 +195,7 @@ def _find_constants(module: nn.Module, name: str) -> tuple[str, ...]:
 
 def _find_decoder_layers(module: nn.Module, config: PreTrainedConfig) -> tuple[tuple[str, nn.Module], ...]:
     """The one list of modules as long as ``num_hidden_layers`` that lies in no other such list."""
-    length: int = text_config(config).num_hidden_layers
+    length: int | None = getattr(text_config(config), "num_hidden_layers", None)
     found = [
         (name, part) for name, part in module.named_modules() if isinstance(part, nn.ModuleList) and len(part) == length
     ]
