@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +44,7 @@ class Trainer:
         config: Of the run.
         resume: Continue from the newest complete checkpoint in ``output_dir``; start fresh when there is none.
         overwrite: Replace a run that ``output_dir`` holds.
+        changed: ``section.key`` names that a resumed run may change on purpose.
         tell: Called with what a person should know.
 
     Raises:
@@ -61,6 +62,7 @@ class Trainer:
         *,
         resume: bool = False,
         overwrite: bool = False,
+        changed: Iterable[str] = (),
         tell: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.config = config
@@ -75,12 +77,13 @@ class Trainer:
         self._cluster: Cluster | None = None
         self._pipeline: Pipeline
         self._arena: int | None = None
+        self._training = self._stop = False
         self._peaks: dict[str, int] = {}
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._evaluation: dict[str, float] = {}
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
-            checkpoint = self._find_checkpoint(overwrite) if resume else None
+            checkpoint = self._find_checkpoint(set(changed)) if resume else None
             self._prepared: Prepared = prepare(config, self.run, checkpoint)
         except BaseException:
             self.run.release()
@@ -106,7 +109,8 @@ class Trainer:
             self.tell(f"already complete: {self.step} of {self.total_steps} steps")
             return
         self._start()
-        while self.step < self.total_steps:
+        self._training = True
+        while self.step < self.total_steps and not self._stop:
             record = self._take_step(self._data.step_batch(self.step + 1))
             self._maybe_evaluate(record)
             self.run.append(record)
@@ -114,7 +118,13 @@ class Trainer:
             if every and self.step % every == 0 and self.step < self.total_steps:
                 self._begin_save()
             yield record
+        self._training = False
         self.save_checkpoint()
+
+    def request_stop(self) -> bool:
+        """Ends `steps` after the present step and its checkpoint; False when no step is under way."""
+        self._stop = True
+        return self._training
 
     def save_checkpoint(self) -> Path:
         """Completes the present step and saves it, unless that is done already; returns the checkpoint's directory."""
@@ -167,7 +177,7 @@ class Trainer:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _find_checkpoint(self, overwrite: bool) -> Path | None:
+    def _find_checkpoint(self, allowed: set[str]) -> Path | None:
         found = newest_complete(self.run.path, deep=True)
         for other in list_checkpoints(self.run.path):
             if other.problem is not None:
@@ -177,14 +187,16 @@ class Trainer:
             self.run.cut_after(0)
             return None
         path, state = found.path, read_trainer_state(found.path)
-        changed = differences(Config.from_mapping(state["config"], source=str(path)), self.config)
-        if changed and not overwrite:
+        self.step = self._saved = int(state["step"])
+        limit = self.config.training.max_steps
+        trained = Config.from_mapping(state["config"], source=str(path))
+        changed = [change for change in differences(trained, self.config) if change[0] not in allowed]
+        if changed and not (limit and limit <= self.step):
             listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, old, new in changed)
             raise RunDirectoryError(
-                f"{path} was trained with another configuration: {listed}. Give the old values, or resume with "
-                "--overwrite to change the run from here on"
+                f"{path} was trained with another configuration: {listed}. Give the old values, or name each change "
+                f"that is meant, as in --set {changed[0][0]}={changed[0][2]}"
             )
-        self.step = self._saved = int(state["step"])
         self.run.cut_after(self.step)
         self.tell(f"resuming from {path} (step {self.step})")
         return path
