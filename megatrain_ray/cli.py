@@ -1,4 +1,4 @@
-"""The command line. Exit status: 0 done, 2 bad input (no actor was started), 1 failed while running, 130/143 signals."""
+"""The command line. Exit status: 0 done, 2 bad input (no actor started), 1 failed while running, 130/143 signals."""
 
 from __future__ import annotations
 

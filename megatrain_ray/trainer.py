@@ -227,7 +227,7 @@ class Trainer:
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
-        self._cluster.start(self.run.name, specs, deadline_s=deadline_s)
+        self._cluster.start(self.run.name, specs)
         self._pipeline = Pipeline(
             self._cluster,
             tuple(spec.name for spec in prepared.layers),
