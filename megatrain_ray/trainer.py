@@ -97,6 +97,15 @@ class Trainer:
         if self._data.corpus.without_targets:
             tell(f"{self._data.corpus.without_targets} rows have no target and are left out")
 
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda:N``."""
+        return self._prepared.device
+
+    def step_batch(self, step: int) -> StepBatch:
+        """What a step trains on, from 1."""
+        return self._data.step_batch(step)
+
     # --- what people call -----------------------------------------------------------------------------------------
 
     def steps(self) -> Iterator[dict[str, Any]]:
