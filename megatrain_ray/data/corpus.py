@@ -123,8 +123,9 @@ class Corpus:
         return self._lengths
 
     def full_lengths(self) -> Ints:
-        """Tokens of each sample before it was cut to ``max_length``."""
-        return self._lengths if self._entries is None else self.table.lengths[self._entries]
+        """Tokens of each sample before it was cut to ``max_length``; of each document of running text."""
+        lengths = self.table.lengths if self._entries is None else self.table.lengths[self._entries]
+        return lengths[lengths > 0]
 
     @property
     def without_targets(self) -> int:

@@ -1,7 +1,7 @@
 """How a model has to be called so that packed samples do not see each other; refuses a model where nothing helps.
 
-Most architectures of transformers tell samples apart where ``position_ids`` restart, given no attention mask and no cache.
-GPT-OSS leaves ``position_ids`` out when it makes its masks; it takes ready-made ones, by type of attention.
+Most architectures of transformers tell samples apart where ``position_ids`` restart, given neither an attention mask nor
+a cache. GPT-OSS leaves ``position_ids`` out when it makes its masks; it takes ready-made ones, by type of attention.
 """
 
 from __future__ import annotations
@@ -77,8 +77,10 @@ def check_packing(model: Any, *, name: str = "this model") -> PackingWay:
         return found.flatten(0, 1).float()
 
     def packed_logits(way: PackingWay) -> Tensor:
-        masks = {} if way == "position_ids" else {"attention_mask": packed_masks(model.config, position_ids, model.dtype)}
-        return logits(packed.input_ids, position_ids=position_ids, **masks)[real]
+        inputs: dict[str, Any] = {"position_ids": position_ids}
+        if way == "masks":
+            inputs["attention_mask"] = packed_masks(model.config, position_ids, model.dtype)
+        return logits(packed.input_ids, **inputs)[real]
 
     findings: list[str] = []
     ways: tuple[PackingWay, ...] = ("position_ids", "masks")

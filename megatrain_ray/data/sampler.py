@@ -56,14 +56,17 @@ class TrainingData:
 
     def step_batch(self, step: int) -> StepBatch:
         """The rows of a step, from 1."""
-        epoch, window = divmod(step - 1, self.steps_per_epoch)
-        chosen = self._order(epoch)[window * self._rows_per_step : (window + 1) * self._rows_per_step].tolist()
+        chosen = self._rows_of(step)
         micro_batches = tuple(
             self._micro_batch(chosen[start : start + self._batch_size])
             for start in range(0, len(chosen), self._batch_size)
         )
-        samples = tuple(int(self.corpus.samples[sample]) for row in chosen for sample in self._members(row))
+        samples = tuple(self.corpus.samples[self.sample_numbers(step)].tolist())
         return StepBatch(step, step / self.steps_per_epoch, micro_batches, samples)
+
+    def sample_numbers(self, step: int) -> list[int]:
+        """Numbers within the corpus of the samples of a step, in order."""
+        return [sample for row in self._rows_of(step) for sample in self._members(row)]
 
     @property
     def max_row_tokens(self) -> int:
@@ -90,6 +93,11 @@ class TrainingData:
         widths = np.maximum.reduceat(lengths[order], np.arange(0, len(order), self._batch_size))
         computed = int((widths * np.diff([*range(0, len(order), self._batch_size), len(order)])).sum())
         return 1 - int(lengths.sum()) / computed
+
+    def _rows_of(self, step: int) -> list[int]:
+        epoch, window = divmod(step - 1, self.steps_per_epoch)
+        rows: list[int] = self._order(epoch)[window * self._rows_per_step : (window + 1) * self._rows_per_step].tolist()
+        return rows
 
     def _members(self, row: int) -> list[int]:
         return [row] if self._packed is None else self._packed[row].tolist()

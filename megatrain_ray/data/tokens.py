@@ -19,11 +19,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.data.batches import IGNORED
 from megatrain_ray.data.chat import ChatTemplate
+from megatrain_ray.data.encode import ChatEncoder, TextEncoder, entry_of
 from megatrain_ray.data.formats import (
     CHAT_FORMATS,
-    Conversation,
     Unusable,
     conversation,
     detect_format,
@@ -165,9 +164,9 @@ def load_tokens(
     if kind == "text" and tokenizer is None:
         raise DataError("the data are running text, which needs a tokenizer, and the model directory has none")
     encode = (
-        _ChatEncoder(ChatTemplate(tokenizer, assistant_only=assistant_only), tokenizer)
+        ChatEncoder(ChatTemplate(tokenizer, assistant_only=assistant_only), tokenizer)
         if kind == "chat"
-        else _TextEncoder(tokenizer)
+        else TextEncoder(tokenizer)
     )
     identity = [source.identity() for source in sources]
     depends_on = [_VERSION, identity, forms]
@@ -284,22 +283,7 @@ def _numbered(sources: tuple[Source, ...], forms: list[str | None]) -> Iterator[
 def _token_rows(sources: tuple[Source, ...]) -> Iterator[dict[str, Any]]:
     for place, row, _ in _numbered(sources, ["tokens"] * len(sources)):
         ids, labels = token_row(row)
-        yield {**place, **_facts(np.array(ids, np.int64), None if labels is None else np.array(labels, np.int64))}
-
-
-def _facts(ids: Ints, labels: Ints | None, problem: str = "") -> dict[str, Any]:
-    """One entry of the table; labels None: everything is a target."""
-    shifted = ids[1:] if labels is None else labels[1:]
-    positions = np.flatnonzero(shifted != IGNORED)
-    largest = max(int(ids.max(initial=-1)), -1 if labels is None else int(labels.max(initial=-1)))
-    return {
-        "input_ids": ids.astype(np.int32),
-        "labels": (ids[:0] if labels is None else labels).astype(np.int32),
-        "targets": len(positions),
-        "first_target": int(positions[0]) + 1 if len(positions) else 0,
-        "largest_id": largest,
-        "problem": problem,
-    }
+        yield {**place, **entry_of(np.array(ids, np.int64), None if labels is None else np.array(labels, np.int64))}
 
 
 def _schema(names: Sequence[str]) -> Any:
@@ -375,103 +359,3 @@ def _tokenize(raw: Path, out: Path, encode: Any) -> None:
     except Exception as error:  # from a worker process, maybe wrapped
         cause = error.__cause__ or error
         raise (cause if isinstance(cause, DataError) else error) from None
-
-
-class _TextEncoder:
-    """Running text to ids: the tokenizer's own start mark, one end mark after each document."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-
-    def __call__(self, batch: dict[str, list[Any]], parallel: bool) -> dict[str, list[Any]]:
-        _calm_tokenizers(parallel)
-        bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
-        facts = []
-        for ids, text, first, last in zip(
-            self._tokenizer(batch["text"], verbose=False)["input_ids"],
-            batch["text"],
-            batch["first"],
-            batch["last"],
-            strict=True,
-        ):
-            if not text:
-                facts.append(_facts(np.empty(0, np.int64), None, "empty text"))
-                continue
-            while (bos is not None and ids[:2] == [bos, bos]) or (ids[:1] == [bos] and not first):
-                ids = ids[1:]
-            if eos is not None and ids[-1:] == [eos] and not last:
-                ids = ids[:-1]
-            if eos is not None and ids[-1:] != [eos] and last:
-                ids = [*ids, eos]
-            facts.append(_facts(np.array(ids, np.int64), None))
-        return {**_columns(facts), **{name: batch[name] for name in ("row", "source", "number")}}
-
-
-class _ChatEncoder:
-    """Conversations, as JSON, to ids and labels."""
-
-    def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
-        if not tokenizer.is_fast:
-            raise DataError(
-                f"{type(tokenizer).__name__} does not say where in the text its tokens stand, so targets of chats "
-                "cannot be told; use the model's fast tokenizer (tokenizer.json)"
-            )
-        self._template = template
-        self._tokenizer = tokenizer
-        bos = tokenizer.bos_token_id
-        starts_with_bos = bos is not None and tokenizer("a", verbose=False)["input_ids"][:1] == [bos]
-        self._bos = bos if starts_with_bos else None
-
-    def __call__(self, batch: dict[str, list[Any]], parallel: bool) -> dict[str, list[Any]]:
-        _calm_tokenizers(parallel)
-        facts = []
-        for text, problem in zip(batch["text"], batch["problem"], strict=True):
-            if not problem:
-                try:
-                    facts.append(_facts(*self._encode(Conversation(**json.loads(text)))))
-                    continue
-                except Unusable as error:
-                    problem = str(error)
-            facts.append(_facts(np.empty(0, np.int64), None, problem))
-        return {**_columns(facts), **{name: batch[name] for name in ("row", "source", "number")}}
-
-    def _encode(self, chat: Conversation) -> tuple[Ints, Ints | None]:
-        rendered = self._template.render(chat)
-        encoded = self._tokenizer(
-            rendered.text,
-            add_special_tokens=False,  # the template prints them
-            return_offsets_mapping=rendered.targets is not None,
-            verbose=False,
-        )
-        ids = np.array(encoded["input_ids"], np.int64)
-        labels = None
-        if rendered.targets is not None:
-            offsets = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)
-            wanted = np.zeros(len(ids), bool)
-            for start, end in rendered.targets:
-                wanted |= (offsets[:, 1] > start) & (offsets[:, 0] < end)
-            labels = np.where(wanted, ids, IGNORED)
-        extra = self._missing_bos(ids)
-        ids = ids[max(0, -extra) :]
-        labels = labels if labels is None else labels[max(0, -extra) :]
-        if extra > 0:
-            ids = np.concatenate([[self._bos], ids])
-            labels = labels if labels is None else np.concatenate([[IGNORED], labels])
-        return ids, labels
-
-    def _missing_bos(self, ids: Ints) -> int:
-        """1 when the one start mark is missing, -n when there are n too many: the model expects exactly one."""
-        if self._bos is None:
-            return 0
-        count = int(np.argmin(np.append(ids == self._bos, False)))
-        return 1 - count
-
-
-def _columns(facts: list[dict[str, Any]]) -> dict[str, list[Any]]:
-    return {name: [fact[name] for fact in facts] for name in facts[0]}
-
-
-def _calm_tokenizers(parallel: bool) -> None:
-    """One thread a process where there are several processes."""
-    if parallel:
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"

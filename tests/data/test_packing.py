@@ -90,7 +90,9 @@ def test_packing_equals_not_packing(family: str, attention: str) -> None:
         for param in model.parameters():
             param.add_(torch.randn_like(param) * 0.1)
     numbers = np.random.default_rng(1)
-    rows = [[_sample(numbers, length, config.vocab_size) for length in row] for row in ((11, 2, 14), (5, 9), (20, 1, 6))]
+    rows = [
+        [_sample(numbers, length, config.vocab_size) for length in row] for row in ((11, 2, 14), (5, 9), (20, 1, 6))
+    ]
     way = check_packing(model)
     assert way == ("masks" if family == "gpt_oss" else "position_ids")
     packed_loss, packed = _loss_and_gradients(model, [make_packed_micro_batch(rows)], way)
@@ -113,7 +115,9 @@ class _Averaging(nn.Module):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embedding
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, use_cache: bool = True) -> object:
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, use_cache: bool = True
+    ) -> object:
         hidden = self.embedding(input_ids).cumsum(1)
         return SimpleNamespace(logits=hidden @ self.embedding.weight.T)
 
