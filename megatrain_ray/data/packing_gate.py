@@ -1,7 +1,7 @@
 """How a model has to be called so that packed samples do not see each other; refuses a model where nothing helps.
 
-Most architectures of transformers tell samples apart where ``position_ids`` restart, given neither an attention mask nor
-a cache. GPT-OSS leaves ``position_ids`` out when it makes its masks; it takes ready-made ones, by type of attention.
+Most architectures of transformers tell samples apart where ``position_ids`` restart, given neither an attention mask
+nor a cache. GPT-OSS leaves ``position_ids`` out when it makes its masks; it takes ready-made ones, by attention type.
 """
 
 from __future__ import annotations
