@@ -10,6 +10,7 @@ marker); then the turn is found by rendering the conversation once more with ano
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import json
 import re
@@ -107,7 +108,12 @@ class ChatTemplate:
             Unusable: The template refuses it, or shows no assistant turn.
         """
         messages, tools = self._adapt(conversation)
-        text = self._apply(messages, tools)
+        try:
+            text = self._apply(messages, tools)
+        except Unusable:
+            # Some templates take a call's arguments as JSON in text.
+            messages = _arguments_as_text(messages)
+            text = self._apply(messages, tools)
         if not self._assistant_only:
             return Rendered(text, None)
         spans = self._marked(messages, tools, text) or self._differences(messages, tools, text)
@@ -166,6 +172,10 @@ class ChatTemplate:
     def _in_words(self, message: Message) -> Message:
         if message["role"] == "developer" and not self._knows("developer"):
             message["role"] = "system"
+        if "tool_calls" in message and not self._knows("tool_calls"):
+            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls")]
+            words = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
+            message["content"] = "\n".join(filter(None, (message["content"], words)))
         reasoning = message.get("reasoning_content")
         if reasoning is not None and not self._knows("reasoning_content"):
             del message["reasoning_content"]
@@ -173,10 +183,6 @@ class ChatTemplate:
                 message["thinking"] = reasoning
             else:
                 message["content"] = f"<think>\n{reasoning.strip()}\n</think>\n\n{message['content']}"
-        if "tool_calls" in message and not self._knows("tool_calls"):
-            calls = [json.dumps(call["function"], ensure_ascii=False) for call in message.pop("tool_calls")]
-            words = "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in calls)
-            message["content"] = "\n".join(filter(None, (message["content"], words)))
         return message
 
     def _knows(self, name: str) -> bool:
@@ -208,9 +214,9 @@ class ChatTemplate:
         for index, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._maybe(messages[:index], tools, prompt=True)
-            through = self._maybe(messages[: index + 1], tools)
-            if before and through and through.startswith(before) and text.startswith(through):
+            before = self._maybe(messages[:index], tools, prompt=True) or ""
+            through = self._maybe(messages[: index + 1], tools) or ""
+            if before and through.startswith(before) and through != before and text.startswith(through):
                 spans.append((len(before), self._trim(text, len(before), len(through))))
             else:
                 span = self._by_another_answer(messages, tools, text, index, spans[-1][1] if spans else 0)
@@ -262,6 +268,14 @@ def _special_tokens(tokenizer: Any) -> re.Pattern[str] | None:
     tokens |= {token.content for token in tokenizer.added_tokens_decoder.values() if token.content.strip()}
     longest_first = sorted((token for token in tokens if token), key=len, reverse=True)
     return re.compile(rf"\s*({'|'.join(map(re.escape, longest_first))})") if longest_first else None
+
+
+def _arguments_as_text(messages: list[Message]) -> list[Message]:
+    changed = copy.deepcopy(messages)
+    for message in changed:
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return changed
 
 
 def _common_prefix(first: str, second: str) -> int:

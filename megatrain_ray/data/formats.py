@@ -137,7 +137,8 @@ def _alpaca(row: Row) -> Conversation:
             raise DataError(f"{row.place}: field 'history[{index}]' must be a pair of texts, got {shorten(pair)}")
         for role, value in zip(("user", "assistant"), pair, strict=True):
             messages.append({"role": role, "content": _checked(value, f"history[{index}]", row.place)})
-    question = _text(fields, "instruction" if "instruction" in fields else "prompt", row.place)
+    asked = "prompt" if "prompt" in fields and "instruction" not in fields else "instruction"
+    question = _text(fields, asked, row.place)
     extra = _text(fields, "input", row.place, optional=True)
     messages.append({"role": "user", "content": "\n".join(filter(None, (question, extra)))})
     messages.append({"role": "assistant", "content": _text(fields, _answer_field(fields) or "output", row.place)})
