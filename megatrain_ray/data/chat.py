@@ -206,8 +206,7 @@ class ChatTemplate:
         )
         if rendered[0] != text:
             return []
-        ends = [start for start, _ in marks[0][1:]] + [len(text)]
-        return [(start, self._end(text, start, end, limit)) for (start, end), limit in zip(marks[0], ends, strict=True)]
+        return [(start, self._finish(text, start, end)) for start, end in marks[0]]
 
     def _differences(self, messages: list[Message], tools: list[dict[str, Any]], text: str) -> list[Span]:
         spans: list[Span] = []
@@ -217,7 +216,7 @@ class ChatTemplate:
             before = self._maybe(messages[:index], tools, prompt=True) or ""
             through = self._maybe(messages[: index + 1], tools) or ""
             if before and through.startswith(before) and through != before and text.startswith(through):
-                spans.append((len(before), self._trim(text, len(before), len(through))))
+                spans.append((len(before), self._finish(text, len(before), len(through))))
             else:
                 span = self._by_another_answer(messages, tools, text, index, spans[-1][1] if spans else 0)
                 spans += [span] if span else []
@@ -235,19 +234,19 @@ class ChatTemplate:
         same = _common_prefix(text[start:][::-1], changed[start:][::-1])
         end = len(text) - same
         header = text.rfind(self._header, previous_end, start) if self._header else -1
-        return (start if header < 0 else header + len(self._header), self._end(text, start, end, len(text)))
+        return (start if header < 0 else header + len(self._header), self._with_next_marker(text, end))
 
-    def _end(self, text: str, start: int, end: int, limit: int) -> int:
-        """The end of a turn with the marker that follows it, unless it has one or what follows starts the next turn."""
-        match = self._markers.match(text, end, limit) if self._markers else None
-        if match is None or self._marker_end(text, start, end) is not None:
-            return end
-        return end if self._header and self._header.startswith(match[1]) else match.end()
-
-    def _trim(self, text: str, start: int, end: int) -> int:
-        """The end of a turn without the space that templates put after the marker, which no model has to produce."""
+    def _finish(self, text: str, start: int, end: int) -> int:
+        """The end of a turn with its marker, and without the space after it, which no model has to produce."""
         marker_end = self._marker_end(text, start, end)
-        return end if marker_end is None else marker_end
+        return self._with_next_marker(text, end) if marker_end is None else marker_end
+
+    def _with_next_marker(self, text: str, end: int) -> int:
+        """A special token that follows a turn ends it, unless it starts an assistant's turn."""
+        match = self._markers.match(text, end) if self._markers else None
+        if match is None or (self._header and self._header.startswith(match[1])):
+            return end
+        return match.end()
 
     def _marker_end(self, text: str, start: int, end: int) -> int | None:
         """Where the marker ends with which this part of the text ends, space aside."""

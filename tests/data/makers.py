@@ -46,11 +46,23 @@ MARKERLESS = (
     "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
 )
+# As GLM-4: what ends a turn is the start of the next one.
+OPEN_ENDED = (
+    "{% for m in messages %}{{ '<|start|>' if m['role'] == 'user' else '<|message|>' }}{{ m['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|message|>' }}{% endif %}"
+)
+# As DeepSeek-V3: arguments are JSON in text; the generation prompt holds more than the header of a turn.
+TEXT_ARGUMENTS = (
+    "{% for m in messages %}{% if m['tool_calls'] %}{{ '<|start|>call:' }}"
+    "{{ m['tool_calls'][0]['function']['arguments'] + '<|end|></s>' }}{% else %}{{ '<|start|>' + m['role'] + ':' + m['content'].split('</think>')[-1] + '</s>' }}"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant:<think>\n' }}{% endif %}"
+)
 NOTHING_SHOWN = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
 ALL_TOOLS = (
     "{% if tools %}{{ 'TOOLS' + tools | tojson + '\n' }}{% endif %}{% for m in messages %}"
     "{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}{% for c in m['tool_calls'] or [] %}"
-    "{{ 'CALL' + c['function']['name'] + c['function']['arguments'] | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{{ 'CALL' + c['function']['name'] + c['function']['arguments'] | tojson }}{% endfor %}{{ '<|im_end|>\n' }}"
+    "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -95,7 +107,12 @@ def make_config(path: Any, *, data: dict[str, Any] | None = None, **training: An
 
 
 def load(
-    path: Any, tokenizer: Any = None, *, data: dict[str, Any] | None = None, rows: int = VOCABULARY_ROWS, **training: Any
+    path: Any,
+    tokenizer: Any = None,
+    *,
+    data: dict[str, Any] | None = None,
+    rows: int = VOCABULARY_ROWS,
+    **training: Any,
 ) -> TrainingData:
     """Training data of files, cached beside the first of them."""
     first = path[0] if isinstance(path, list) else path

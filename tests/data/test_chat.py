@@ -36,7 +36,9 @@ def targets(tmp_path: Path, tokenizer: Any, messages: list[dict[str, Any]], **da
     return tokenizer.decode(ids), runs
 
 
-THREE_TURNS = chat("Say it: I like \u00e4pfel.", "I like \u00e4pfel.", "again", "I like \u00e4pfel.", "and?", "Say it: again")
+THREE_TURNS = chat(
+    "Say it: I like \u00e4pfel.", "I like \u00e4pfel.", "again", "I like \u00e4pfel.", "and?", "Say it: again"
+)
 ANSWERS = ["I like \u00e4pfel.", "I like \u00e4pfel.", "Say it: again"]
 
 
@@ -56,8 +58,12 @@ def test_everything_is_a_target_when_asked(tmp_path: Path) -> None:
 
 def test_padding_with_the_end_token_keeps_the_real_one_a_target(tmp_path: Path) -> None:
     tokenizer = byte_tokenizer(pad="<|im_end|>")
-    path = write_jsonl(tmp_path / "data.jsonl", [{"messages": chat("a", "b")}, {"messages": chat("a", "a long answer")}])
-    (batch,) = load(path, tokenizer, per_device_train_batch_size=2, gradient_accumulation_steps=1).step_batch(1).micro_batches
+    path = write_jsonl(
+        tmp_path / "data.jsonl", [{"messages": chat("a", "b")}, {"messages": chat("a", "a long answer")}]
+    )
+    (batch,) = (
+        load(path, tokenizer, per_device_train_batch_size=2, gradient_accumulation_steps=1).step_batch(1).micro_batches
+    )
     end = tokenizer.eos_token_id
     assert batch.attention_mask is not None
     length = int(batch.attention_mask[0].sum())
@@ -107,6 +113,16 @@ def test_a_template_with_another_marker_at_the_end() -> None:
 
 def test_a_template_without_markers_teaches_its_line_end() -> None:
     assert spans(makers.MARKERLESS, chat("a", "b", "c", "d")) == ["b\n", "d\n"]
+
+
+def test_a_template_whose_turns_end_where_the_next_starts() -> None:
+    assert spans(makers.OPEN_ENDED, chat("a", "b", "c", "d")) == ["b<|start|>", "d"]
+
+
+def test_a_template_that_takes_arguments_as_text_and_drops_reasoning() -> None:
+    call = {key: value for key, value in WITH_TOOLS[1].items() if key != "reasoning_content"}
+    messages = [WITH_TOOLS[0], call, WITH_TOOLS[2], {"role": "assistant", "content": "<think>\nhm\n</think>b"}]
+    assert spans(makers.TEXT_ARGUMENTS, messages, eos="</s>") == ['call:{"place": "Rome"}<|end|></s>', "b</s>"]
 
 
 @pytest.mark.parametrize("name", BUILT_IN_TEMPLATES)
@@ -164,7 +180,8 @@ def test_tools_are_put_into_words_for_other_templates(system: bool) -> None:
     assert '<tools>\n{"type": "function", "function": {"name": "weather"}}\n</tools>' in rendered.text
     assert rendered.targets is not None
     assert [rendered.text[start:end] for start, end in rendered.targets] == [
-        '<think>\nhm\n</think>\n\n<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n</tool_call><|im_end|>',
+        "<think>\nhm\n</think>\n\n"
+        '<tool_call>\n{"name": "weather", "arguments": {"place": "Rome"}}\n</tool_call><|im_end|>',
         "b<|im_end|>",
     ]
     assert messages[-3]["content"] == "", "the caller's messages stay as they are"
@@ -172,7 +189,11 @@ def test_tools_are_put_into_words_for_other_templates(system: bool) -> None:
 
 @pytest.mark.parametrize(
     "row",
-    [{"messages": chat("a", "b")}, {"instruction": "a", "output": "b"}, {"conversations": [{"from": "gpt", "value": "b"}]}],
+    [
+        {"messages": chat("a", "b")},
+        {"instruction": "a", "output": "b"},
+        {"conversations": [{"from": "gpt", "value": "b"}]},
+    ],
 )
 def test_chats_need_a_template(tmp_path: Path, row: dict[str, Any]) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [row])

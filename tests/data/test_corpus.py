@@ -156,14 +156,16 @@ def test_an_id_beyond_the_embedding_is_named(tmp_path: Path, field: str) -> None
     rows = [{"input_ids": [1, 511], "labels": [1, 511]}, {"input_ids": [1, 2, 3], "labels": [1, 2, 3]}]
     rows[1][field][1] = 512
     path = write_jsonl(tmp_path / "a.jsonl", rows)
-    with pytest.raises(DataError, match=rf"a\.jsonl:2: token id 512 is outside of the model's embedding.* 512 rows"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2: token id 512 is outside of the model's embedding.* 512 rows"):
         load(path, rows=512)
     assert len(load(path, rows=513).corpus) == 2
 
 
 def test_a_tokenizer_larger_than_the_embedding_is_found(tmp_path: Path, tokenizer: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "abc"}])
-    with pytest.raises(DataError, match=r"a\.jsonl:1: token id \d+ is outside of the model's embedding, which has 20 rows"):
+    with pytest.raises(
+        DataError, match=r"a\.jsonl:1: token id \d+ is outside of the model's embedding, which has 20 rows"
+    ):
         load(path, tokenizer, rows=20)
 
 
@@ -233,11 +235,13 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, tokenizer: Any) ->
 def test_a_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
     (tmp_path / "cache").write_text("in the way")
-    with pytest.raises(DataError, match="cannot keep tokens there.*HF_DATASETS_CACHE"):
+    with pytest.raises(DataError, match=r"cannot keep tokens there.*HF_DATASETS_CACHE"):
         load(path, tokenizer)
 
 
-def test_several_processes_give_the_same_tokens(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_give_the_same_tokens(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [{"messages": chat(f"question {index}", "x" * (index % 7))} for index in range(40)]
     rows[33] = {"messages": []}
     path, copy = (write_jsonl(tmp_path / f"{name}.jsonl", rows) for name in "ab")
@@ -253,7 +257,9 @@ def test_several_processes_give_the_same_tokens(tmp_path: Path, tokenizer: Any, 
     assert [dropped.rows.tolist() for dropped in several.dropped] == [[33]]
 
 
-def test_reading_in_small_batches_crosses_chunks(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_in_small_batches_crosses_chunks(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"input_ids": list(range(3, 3 + index))} for index in range(2, 30)])
     monkeypatch.setattr(tokens_module, "_BATCH_ROWS", 4)
     corpus = load(path).corpus

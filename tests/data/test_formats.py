@@ -143,7 +143,7 @@ def test_odd_orders_of_turns_are_kept() -> None:
         ("alpaca", "instruction", lambda value: {"instruction": value, "output": "b"}),
         ("sharegpt", "conversations[1].value",
          lambda value: {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": value}]}),
-        ("messages", "messages[1].content", lambda value: {"messages": [USER, {"role": "assistant", "content": value}]}),
+        ("messages", "messages[1].content", lambda value: {"messages": [USER, {**ANSWER, "content": value}]}),
         ("text", "text", lambda value: {"text": value}),
     ],
 )  # fmt: skip
@@ -169,7 +169,11 @@ def test_values_of_the_wrong_type_are_errors(form: str, field: str, make: Any, v
         ("messages", {"messages": [USER, ANSWER], "tools": "[{"}, "field 'tools' is not valid JSON"),
         ("messages", {"messages": [USER, ANSWER], "tools": [3]}, "field 'tools[0]' must be an object"),
         ("messages", {"messages": [USER, {**ANSWER, "weight": 0.5}]}, "field 'messages[1].weight' must be 0 or 1"),
-        ("messages", {"messages": [USER, {**ANSWER, "tool_calls": [{}]}]}, "'messages[1].tool_calls[0]' must be an obj"),
+        (
+            "messages",
+            {"messages": [USER, {**ANSWER, "tool_calls": [{}]}]},
+            "'messages[1].tool_calls[0]' must be an obj",
+        ),
         ("messages", {"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "half of a character pair at 0"),
     ],
 )
@@ -211,7 +215,10 @@ def test_wrong_tokens(fields: dict[str, Any], expected: str) -> None:
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_many_null_optional_fields_and_then_text(tmp_path: Path, kind: str) -> None:
-    rows = [{"instruction": f"{index}", "input": None if index < 20_000 else "late", "output": "x"} for index in range(20_002)]
+    rows = [
+        {"instruction": f"{index}", "input": None if index < 20_000 else "late", "output": "x"}
+        for index in range(20_002)
+    ]
     path = tmp_path / f"data.{kind}"
     if kind == "jsonl":
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -224,7 +231,9 @@ def test_many_null_optional_fields_and_then_text(tmp_path: Path, kind: str) -> N
 
 def test_a_wrong_value_in_parquet_names_row_and_field(tmp_path: Path) -> None:
     path = tmp_path / "data.parquet"
-    parquet.write_table(pa.Table.from_pylist([{"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}]), path)
+    parquet.write_table(
+        pa.Table.from_pylist([{"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}]), path
+    )
     (source,) = open_sources([str(path)])
     with pytest.raises(DataError, match=r"data\.parquet: row 1: field 'output' must be text, got null"):
         [conversation(row, "alpaca") for row in source.rows()]

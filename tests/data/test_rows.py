@@ -165,7 +165,9 @@ def test_a_hub_id_that_leads_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ConnectionError("no network\nmore")
 
     monkeypatch.setattr(datasets, "load_dataset", refuse)
-    with pytest.raises(DataError, match="someone/nothing: no such file, and the hub gives no such data set.*no network$"):
+    with pytest.raises(
+        DataError, match=r"someone/nothing: no such file, and the hub gives no such data set.*no network$"
+    ):
         read("someone/nothing")
 
 
