@@ -54,8 +54,9 @@ OPEN_ENDED = (
 # As DeepSeek-V3: arguments are JSON in text; the generation prompt holds more than the header of a turn.
 TEXT_ARGUMENTS = (
     "{% for m in messages %}{% if m['tool_calls'] %}{{ '<|start|>call:' }}"
-    "{{ m['tool_calls'][0]['function']['arguments'] + '<|end|></s>' }}{% else %}{{ '<|start|>' + m['role'] + ':' + m['content'].split('</think>')[-1] + '</s>' }}"
-    "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant:<think>\n' }}{% endif %}"
+    "{{ m['tool_calls'][0]['function']['arguments'] + '<|end|></s>' }}{% else %}{{ '<|start|>' + m['role'] + ':' }}"
+    "{{ m['content'].split('</think>')[-1] + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant:<think>\n' }}{% endif %}"
 )
 NOTHING_SHOWN = "{% for m in messages if m['role'] == 'user' %}{{ m['content'] }}{% endfor %}"
 ALL_TOOLS = (
