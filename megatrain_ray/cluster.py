@@ -26,6 +26,8 @@ from megatrain_ray.schedule import Tier
 __all__ = ["CLASS_NAME", "NAMESPACE", "Call", "Cluster", "Receipt", "TierSpec", "private_bytes"]
 
 NAMESPACE = "megatrain_ray"
+START_DEADLINE_S = 180.0
+"""Longest start of an actor: imports from a cold disk, on a machine that is busy."""
 CLASS_NAME = {Tier.STORE: "NvmeStore", Tier.OPTIMIZER: "CpuOptimizer", Tier.WORKER: "GpuWorker"}
 
 
@@ -147,13 +149,12 @@ class Cluster:
             _node_ip_address="127.0.0.1",
         )
 
-    def start(self, run: str, specs: Mapping[Tier, TierSpec], *, deadline_s: float) -> None:
+    def start(self, run: str, specs: Mapping[Tier, TierSpec]) -> None:
         """Makes the actors and waits until each has built its tier.
 
         Args:
             run: Name of the run; the actors are called ``RUN/nvme_store`` and so on.
             specs: What to make.
-            deadline_s: Seconds that all of them may take.
         """
         for tier, spec in specs.items():
             base = _AsyncTierActor if tier is Tier.STORE else _TierActor
@@ -169,16 +170,16 @@ class Cluster:
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
             ).remote(spec.build, f"{CLASS_NAME[tier]}({run})")
         for tier in specs:
-            self.wait_alive(tier, deadline_s)
+            self.wait_alive(tier)
 
-    def wait_alive(self, tier: Tier, deadline_s: float) -> None:
+    def wait_alive(self, tier: Tier) -> None:
         """Waits until the tier answers, through restarts.
 
         Raises:
-            StalledError: It did not within ``deadline_s``.
+            StalledError: It did not within `START_DEADLINE_S`.
             ActorLostError: Its constructor fails.
         """
-        give_up_s = time.monotonic() + deadline_s
+        give_up_s = time.monotonic() + START_DEADLINE_S
         while True:
             try:
                 self.pids[tier] = ray.get(
@@ -186,7 +187,10 @@ class Cluster:
                 )
                 return
             except GetTimeoutError:
-                raise StalledError(f"{tier}: no answer within {deadline_s:.0f} s of its start") from None
+                raise StalledError(
+                    f"{tier}: no answer within {START_DEADLINE_S:.0f} s of its start; look at the machine's load, and "
+                    "whether Ray has the GPU that the run asks for"
+                ) from None
             except RayTaskError as error:
                 raise _cause(error) from None
             except RayActorError as error:

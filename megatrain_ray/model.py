@@ -1,442 +1,478 @@
-"""A transformers causal language model as a stream of layers, through the model's own forward.
+"""A transformers causal language model as a stream of layers whose weights come and go.
 
-The model lives on the meta device: no parameter has memory, buffers (rotary tables, causal masks) are real. Its forward
-runs twice with each decoder layer replaced by a recorder:
-
-* *prologue*: embeddings, scaling, masks and rotary tables are made; each recorder keeps the exact arguments of its
-  layer; the last one ends the forward.
-* *epilogue*: the last recorder returns the true final hidden state, for norm, head, soft-cap.
-
-In between, each decoder layer's own module is called with its recorded arguments and streamed weights
-(`torch.func.functional_call`). Nothing of an architecture is rewritten.
+`StreamModel` says which parameters each layer of the stream holds and runs forward and backward one layer at a time. It
+holds no weights: each method takes those that it needs, and hands gradients to the caller as they appear.
 """
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
-from torch.utils._pytree import tree_map
-from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.initialization import no_init_weights
+from torch.utils._pytree import tree_leaves, tree_map
+from transformers import PreTrainedConfig
 
 from megatrain_ray.errors import ModelError
+from megatrain_ray.forward import LayerCall, MicroBatchTensors, PiecewiseForward
 from megatrain_ray.layout import LayerSpec, decoder_layer_name, pack_layer
+from megatrain_ray.skeleton import DTYPES, Skeleton, build_skeleton, read_model_config, text_config
 
-__all__ = ["LayerGraph", "MicroBatchTensors", "Prologue", "Roles", "StreamModel", "load_model_config", "meta_model"]
+__all__ = ["GradSink", "LayerGraph", "MicroBatchTensors", "Prologue", "StreamModel", "bind", "target_rows"]
 
-
-@dataclass(frozen=True, slots=True)
-class MicroBatchTensors:
-    """Inputs of the model's forward.
-
-    Attributes:
-        input_ids: int64 [B, S].
-        attention_mask: int64 [B, S], 0 on padding; None when there is none.
-        position_ids: int64 [B, S]; None for 0, 1, 2, ... in every row. Restarting positions separate packed samples.
-    """
-
-    input_ids: Tensor
-    attention_mask: Tensor | None = None
-    position_ids: Tensor | None = None
-
-    def kwargs(self) -> dict[str, Any]:
-        """Keyword arguments of the forward."""
-        given = {"attention_mask": self.attention_mask, "position_ids": self.position_ids}
-        present = {name: value for name, value in given.items() if value is not None}
-        return {"input_ids": self.input_ids, "use_cache": False, **present}
+GradSink = Callable[[str, Tensor], None]
+"""Takes a full parameter name and a gradient in compute dtype as soon as it is ready. Add it up in fp32: the head calls
+once a chunk. A parameter that got no gradient (an unused expert) is never reported: start from zeros."""
 
 
 @dataclass(frozen=True, slots=True)
-class Roles:
-    """Where an architecture uses its parameters outside the decoder layers; found by trying (see `gate`).
-
-    Attributes:
-        prologue: Names of those that the hidden state entering the first layer depends on.
-        epilogue: Names of those that the logits depend on, given the last hidden state.
-        layer_outputs: Length of the tuple that a decoder layer returns; 0 when it returns the tensor itself.
-    """
-
-    prologue: frozenset[str]
-    epilogue: frozenset[str]
-    layer_outputs: int
-
-
-@dataclass(slots=True)
 class Prologue:
-    """What the decoder layers of one micro-batch are called with.
+    """What the decoder layers get for one micro-batch.
 
     Attributes:
-        hidden: [B, S, H], what enters the first decoder layer.
-        calls: Positional and keyword arguments of each decoder layer, hidden state left out; layers share the tensors.
-        extras: Tensors among them, other than the hidden state, through which a gradient flows (leaves).
-        extra_grads: Their gradients so far.
+        hidden: [B, S, H] entering the first decoder layer, without a graph.
+        calls: The arguments of each decoder layer; equal tensors are one tensor (one mask, one rotary table).
+        differentiable: Leaves among those arguments that depend on the prologue's parameters (normally none). Backward
+            through the layers adds up their ``grad``, so such a prologue must live until ``prologue_backward``.
     """
 
     hidden: Tensor
-    calls: list[tuple[tuple[Any, ...], dict[str, Any]]]
-    extras: list[Tensor] = field(default_factory=list)
-    extra_grads: list[Tensor | None] = field(default_factory=list)
-
-
-class _PrologueDone(Exception):
-    """Ends the model's forward once the last layer's arguments are known."""
-
-
-def load_model_config(name_or_path: str, *, trust_remote_code: bool = False) -> Any:
-    """Reads ``config.json`` of a directory or hub id.
-
-    Raises:
-        ModelError: There is none, or it names an architecture that transformers does not know.
-    """
-    try:
-        return AutoConfig.from_pretrained(name_or_path, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        first = str(error).strip().splitlines()[0]
-        raise ModelError(
-            f"model.name_or_path {name_or_path}: cannot read its config.json: {first}; "
-            "give a directory with config.json, or a hub id"
-        ) from error
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Every parameter registered inside loses its memory at once; buffers keep theirs."""
-    register = nn.Module.register_parameter
-
-    def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        register(module, name, param)
-        registered = module._parameters[name]
-        if registered is not None and registered.device.type != "meta":
-            module._parameters[name] = nn.Parameter(registered.to("meta"), requires_grad=registered.requires_grad)
-
-    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
-    try:
-        yield
-    finally:
-        nn.Module.register_parameter = register  # type: ignore[method-assign]
-
-
-def meta_model(config: Any, *, dtype: str, attn_implementation: str, trust_remote_code: bool = False) -> nn.Module:
-    """The model of a configuration with parameters on meta and real buffers.
-
-    An attention implementation that the model refuses is replaced by ``eager``, with a warning.
-
-    Raises:
-        ModelError: transformers has no causal language model for this configuration.
-    """
-    options = {"dtype": getattr(torch, dtype), "trust_remote_code": trust_remote_code}
-
-    def build(attention: str) -> nn.Module:
-        with _parameters_on_meta(), no_init_weights():
-            model: nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
-        model.tie_weights()  # type: ignore[operator]
-        return model
-
-    try:
-        try:
-            return build(attn_implementation)
-        except (ValueError, ImportError) as error:
-            if attn_implementation == "eager" or "attention" not in str(error).lower():
-                raise
-            warnings.warn(f"attn_implementation {attn_implementation} refused, using eager: {error}", stacklevel=2)
-            return build("eager")
-    except (ValueError, KeyError, ImportError) as error:
-        raise ModelError(
-            f"model_type {getattr(config, 'model_type', '?')!r} ({', '.join(config.architectures or ['?'])}) is no "
-            f"causal language model that transformers can build: {str(error).splitlines()[0]}"
-        ) from error
-
-
-def find_decoder_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """The module list of the decoder layers, and its name.
-
-    Raises:
-        ModelError: There is not exactly one list as long as ``num_hidden_layers``.
-    """
-    config: Any = model.config
-    num_layers = config.get_text_config().num_hidden_layers
-    found = [
-        (name, module)
-        for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
-    ]
-    outer = [(name, module) for name, module in found if not any(name.startswith(f"{other}.") for other, _ in found)]
-    if len(outer) != 1:
-        names = ", ".join(name for name, _ in outer) or "none"
-        raise ModelError(
-            f"{type(model).__name__} cannot be streamed: it must have exactly one list of {num_layers} decoder layers "
-            f"(num_hidden_layers); found {names}"
-        )
-    return outer[0]
-
-
-class StreamModel:
-    """One model, its layers' layouts, and how to run each.
-
-    Args:
-        model: From `meta_model`.
-        roles: Of the parameters outside the decoder layers.
-        device: Where buffers are, and computation happens.
-
-    Attributes:
-        layers: ``embed``, the decoder layers, ``head``.
-        head_reads: Layers whose weights the epilogue uses.
-    """
-
-    def __init__(self, model: nn.Module, roles: Roles, device: torch.device | str = "cpu") -> None:
-        self.model = model.train()
-        self.config: Any = model.config
-        self.roles = roles
-        self.device = torch.device(device)
-        self._path, self._decoder_layers = find_decoder_layers(model)
-        for module in model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    module._buffers[name] = buffer.to(self.device)
-        self.layers = self._lay_out()
-        self._outer_shapes = {
-            name: (param.shape, param.dtype) for name, param in model.named_parameters() if not self._inside(name)
-        }
-        head = len(self.layers) - 1
-        reads_embed = any(tensor.name in roles.epilogue for tensor in self.layers[0].tensors)
-        self.head_reads = (*((0,) if reads_embed else ()), *((head,) if self.layers[head].numel else ()))
-
-    def _inside(self, name: str) -> bool:
-        return name.startswith(f"{self._path}.")
-
-    def _lay_out(self) -> tuple[LayerSpec, ...]:
-        shapes = {name: tuple(param.shape) for name, param in self.model.named_parameters()}
-        outer = {name: shape for name, shape in shapes.items() if not self._inside(name)}
-        embed = [(name, shape) for name, shape in outer.items() if name in self.roles.prologue]
-        head = [(name, shape) for name, shape in outer.items() if name not in self.roles.prologue]
-        specs = [pack_layer(0, "embed", embed)]
-        for index in range(len(self._decoder_layers)):
-            prefix = f"{self._path}.{index}."
-            own = [(name, shape) for name, shape in shapes.items() if name.startswith(prefix)]
-            specs.append(pack_layer(index + 1, decoder_layer_name(index), own))
-        specs.append(pack_layer(len(specs), "head", head))
-        return tuple(specs)
-
-    def train(self, mode: bool) -> None:
-        """Dropout on or off."""
-        self.model.train(mode)
-
-    # --- prologue -------------------------------------------------------------------------------------------------
-
-    def prologue(self, params: Mapping[str, Tensor], batch: MicroBatchTensors) -> Prologue:
-        """Runs what comes before the first decoder layer.
-
-        Args:
-            params: Weights of ``embed``.
-            batch: One micro-batch on the device.
-
-        Returns:
-            Detached from the graph of the prologue itself.
-        """
-        with torch.enable_grad():
-            hidden, calls = self._record(self._requiring_grad(params), batch)
-        extras: dict[int, Tensor] = {}
-
-        def detach(value: Any) -> Any:
-            if not isinstance(value, Tensor):
-                return value
-            if value.requires_grad and id(value) not in extras:
-                extras[id(value)] = value.detach().requires_grad_()
-            return extras.get(id(value), value)
-
-        detached = [tree_map(detach, call) for call in calls]
-        return Prologue(hidden.detach(), detached, list(extras.values()), [None] * len(extras))
-
-    def prologue_backward(
-        self, params: Mapping[str, Tensor], batch: MicroBatchTensors, prologue: Prologue, grad_hidden: Tensor
-    ) -> dict[str, Tensor | None]:
-        """Gradients of the weights of ``embed``; runs the prologue again."""
-        leaves = self._requiring_grad(params)
-        with torch.enable_grad():
-            hidden, calls = self._record(leaves, batch)
-        outputs: dict[int, Tensor] = {}
-
-        def collect(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.requires_grad:
-                outputs.setdefault(id(value), value)
-            return value
-
-        tree_map(collect, calls)
-        pairs = [(hidden, grad_hidden)]
-        pairs += [
-            (out, grad) for out, grad in zip(outputs.values(), prologue.extra_grads, strict=True) if grad is not None
-        ]
-        gradients = torch.autograd.grad(
-            [out for out, _ in pairs], list(leaves.values()), [grad for _, grad in pairs], allow_unused=True
-        )
-        return dict(zip(leaves, gradients, strict=True))
-
-    def _record(
-        self, params: Mapping[str, Tensor], batch: MicroBatchTensors
-    ) -> tuple[Tensor, list[tuple[tuple[Any, ...], dict[str, Any]]]]:
-        calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
-        entered: list[Tensor] = []
-
-        def recorder(index: int) -> Callable[..., Any]:
-            def record(*args: Any, **kwargs: Any) -> Any:
-                hidden, rest, keywords = _split_hidden(args, kwargs)
-                entered.append(hidden)
-                calls.append((rest, keywords))
-                if index == len(self._decoder_layers) - 1:
-                    raise _PrologueDone
-                return self._as_output(hidden)
-
-            return record
-
-        with self._recording(recorder), contextlib.suppress(_PrologueDone):
-            functional_call(self.model, dict(params), (), batch.kwargs())
-        return entered[0], calls
-
-    # --- decoder layers -------------------------------------------------------------------------------------------
-
-    def layer_forward(self, layer: int, params: Mapping[str, Tensor], hidden: Tensor, prologue: Prologue) -> Tensor:
-        """One decoder layer.
-
-        Args:
-            layer: Index in the stream, from 1.
-            params: The layer's weights by full name.
-            hidden: [B, S, H], what enters it.
-            prologue: Of the same micro-batch.
-
-        Returns:
-            [B, S, H], what leaves it.
-        """
-        prefix = len(f"{self._path}.{layer - 1}.")
-        args, kwargs = prologue.calls[layer - 1]
-        local = {name[prefix:]: tensor for name, tensor in params.items()}
-        output = functional_call(self._decoder_layers[layer - 1], local, (hidden, *args), kwargs)
-        left: Tensor = output[0] if isinstance(output, tuple) else output
-        return left
-
-    def layer_with_graph(
-        self, layer: int, params: Mapping[str, Tensor], hidden: Tensor, prologue: Prologue
-    ) -> LayerGraph:
-        """`layer_forward` that can be differentiated later."""
-        entered = hidden.detach().requires_grad_()
-        leaves = self._requiring_grad(params)
-        with torch.enable_grad():
-            output = self.layer_forward(layer, leaves, entered, prologue)
-        return LayerGraph(entered, leaves, output, prologue)
-
-    # --- epilogue -------------------------------------------------------------------------------------------------
-
-    def logits(self, params: Mapping[str, Tensor], rows: Tensor) -> Tensor:
-        """Logits [N, V] of last hidden states ``rows`` [N, H], as the model computes them."""
-        count = rows.shape[0]
-
-        def recorder(index: int) -> Callable[..., Any]:
-            last = index == len(self._decoder_layers) - 1
-
-            def give(*args: Any, **kwargs: Any) -> Any:
-                return self._as_output(rows.unsqueeze(1) if last else _split_hidden(args, kwargs)[0])
-
-            return give
-
-        # Each row is a sequence of one token: what follows the layers works on tokens, and no position is out of range.
-        batch = MicroBatchTensors(torch.zeros(count, 1, dtype=torch.int64, device=rows.device))
-        with self._recording(recorder):
-            output = functional_call(self.model, {**self._placeholders(params), **params}, (), batch.kwargs())
-        logits: Tensor = output.logits
-        return logits.squeeze(1)
-
-    def head_backward(
-        self,
-        params: Mapping[str, Tensor],
-        rows: Tensor,
-        targets: Tensor,
-        *,
-        target_tokens: int,
-        label_smoothing: float = 0.0,
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor | None]]:
-        """Loss of some target tokens and its gradient.
-
-        Args:
-            params: Weights of `head_reads`.
-            rows: [N, H], the last hidden states that predict ``targets`` [N].
-            targets: Token ids.
-            target_tokens: Of the whole optimizer step: the loss is a sum divided by it.
-            label_smoothing: As in `torch.nn.functional.cross_entropy`.
-
-        Returns:
-            The loss (fp32 scalar), its gradient with respect to ``rows``, and with respect to each weight.
-        """
-        entered = rows.detach().requires_grad_()
-        leaves = self._requiring_grad(params)
-        with torch.enable_grad():
-            loss = self.loss(leaves, entered, targets, label_smoothing) / target_tokens
-        grad_rows, *gradients = torch.autograd.grad(loss, [entered, *leaves.values()], allow_unused=True)
-        return loss.detach(), grad_rows, dict(zip(leaves, gradients, strict=True))
-
-    def loss(self, params: Mapping[str, Tensor], rows: Tensor, targets: Tensor, label_smoothing: float = 0.0) -> Tensor:
-        """Summed cross entropy of ``targets`` [N], in fp32 as transformers computes it."""
-        logits = self.logits(params, rows).float()
-        return nn.functional.cross_entropy(logits, targets, reduction="sum", label_smoothing=label_smoothing)
-
-    # --- internals ------------------------------------------------------------------------------------------------
-
-    def _placeholders(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Zeros without memory for what the epilogue runs through but does not depend on (an untied embedding)."""
-        return {
-            name: torch.zeros((), dtype=dtype, device=self.device).expand(shape)
-            for name, (shape, dtype) in self._outer_shapes.items()
-            if name not in params
-        }
-
-    @staticmethod
-    def _requiring_grad(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: tensor.detach().requires_grad_() for name, tensor in params.items()}
-
-    def _as_output(self, hidden: Tensor) -> Any:
-        count = self.roles.layer_outputs
-        return (hidden, *[None] * (count - 1)) if count else hidden
-
-    @contextlib.contextmanager
-    def _recording(self, recorder: Callable[[int], Callable[..., Any]]) -> Iterator[None]:
-        """Replaces the forward of each decoder layer; its other attributes stay."""
-        for index, layer in enumerate(self._decoder_layers):
-            layer.forward = recorder(index)
-        try:
-            yield
-        finally:
-            for layer in self._decoder_layers:
-                del layer.forward
+    calls: tuple[LayerCall, ...]
+    differentiable: tuple[Tensor, ...]
 
 
 @dataclass(slots=True)
 class LayerGraph:
-    """One decoder layer's forward of one micro-batch, kept for its backward."""
+    """One decoder layer on one micro-batch, ready for backward.
 
-    entered: Tensor
-    leaves: dict[str, Tensor]
+    Attributes:
+        output: [B, S, H] with its graph; hand ``output.detach()`` to the next layer.
+        hidden: [B, S, H], the leaf at which the graph starts.
+        leaves: The parameters as leaves, by full name.
+        differentiable: The prologue's leaves.
+    """
+
     output: Tensor
-    prologue: Prologue
-
-    def backward(self, grad_output: Tensor) -> tuple[Tensor, dict[str, Tensor | None]]:
-        """Gradients of what entered the layer and of its weights (None: unused); those of extras are added up."""
-        extras = self.prologue.extras
-        inputs = [self.entered, *extras, *self.leaves.values()]
-        grad_entered, *rest = torch.autograd.grad(self.output, inputs, grad_output, allow_unused=True)
-        for index, grad in enumerate(rest[: len(extras)]):
-            so_far = self.prologue.extra_grads[index]
-            self.prologue.extra_grads[index] = grad if so_far is None else so_far if grad is None else so_far + grad
-        return grad_entered, dict(zip(self.leaves, rest[len(extras) :], strict=True))
+    hidden: Tensor
+    leaves: dict[str, Tensor]
+    differentiable: tuple[Tensor, ...]
 
 
-def _split_hidden(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, tuple[Any, ...], dict[str, Any]]:
-    """The hidden state among a decoder layer's arguments, and the others."""
-    keywords = dict(kwargs)
-    if args:
-        return args[0], tuple(args[1:]), keywords
-    return keywords.pop("hidden_states"), (), keywords
+class StreamModel:
+    """A model cut into the layers of the stream: ``embed`` (0), decoder layers (from 1), ``head`` (last).
+
+    Built in the driver (layout, equality gate) and in the worker (compute) from the same configuration. All methods
+    take ``params``: full parameter names to tensors in compute dtype on ``device``; they are never changed.
+
+    Attributes:
+        config: The transformers configuration.
+        module: The transformers model, parameters on meta.
+        device: Where buffers live and inputs must be.
+        layers: Specs in stream order; an empty head (all weights tied) has ``numel`` 0.
+        head_reads: Indices of the layers whose parameters the epilogue needs.
+        aliases: The other names of each tied parameter, by the name it has in ``layers``.
+        constants: Small buffers that belong to the checkpoint (DeepSeek's expert biases), by full name; usually none.
+        constants_loaded: Whether `load_constants` has been called, or need not be.
+        warnings: What the user should know, one sentence each.
+    """
+
+    def __init__(self, skeleton: Skeleton, *, dtype: str, device: str) -> None:
+        self.config = skeleton.config
+        self.module = skeleton.module
+        self.device = torch.device(device)
+        self.warnings = skeleton.warnings
+        self.constants = {name: self.module.get_buffer(name) for name in skeleton.constants}
+        self.constants_loaded = not self.constants
+        self._dtype = DTYPES[dtype]
+        self._forward = PiecewiseForward(skeleton, self._dtype)
+        self.aliases = self._forward.aliases
+        shapes = {name: tuple(parameter.shape) for name, parameter in self.module.named_parameters()}
+        members = self._split_parameters(shapes)
+        self.layers = tuple(
+            pack_layer(index, name, [(parameter, shapes[parameter]) for parameter in parameters])
+            for index, (name, parameters) in enumerate(members.items())
+        )
+        embed, head = self.layers[0], self.layers[-1]
+        tied = any(tensor.name in self.aliases for tensor in embed.tensors)
+        self.head_reads = tuple(spec.index for spec, read in ((embed, tied), (head, head.numel > 0)) if read)
+        self._placeholders = {} if tied else {tensor.name: self._zeros(tensor.shape) for tensor in embed.tensors}
+
+    @classmethod
+    def from_config_dir(
+        cls,
+        model_dir: str,
+        *,
+        dtype: str = "float32",
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+    ) -> StreamModel:
+        """Builds the model from a directory's ``config.json``; see `from_config`."""
+        config = read_model_config(model_dir, trust_remote_code=trust_remote_code)
+        try:
+            return cls.from_config(
+                config,
+                dtype=dtype,
+                attn_implementation=attn_implementation,
+                trust_remote_code=trust_remote_code,
+                device=device,
+            )
+        except ModelError as error:
+            raise ModelError(f"{Path(model_dir) / 'config.json'}: {error}") from error
+
+    @classmethod
+    def from_config(
+        cls,
+        config: PreTrainedConfig,
+        *,
+        dtype: str = "float32",
+        attn_implementation: str = "sdpa",
+        trust_remote_code: bool = False,
+        device: str = "cpu",
+    ) -> StreamModel:
+        """Builds the model without allocating its weights (a 100B model takes a second and little memory).
+
+        Args:
+            config: Copied, not changed.
+            dtype: Compute dtype: ``float32`` or ``bfloat16``.
+            attn_implementation: As in transformers; ``eager``, with a warning, where the model refuses it.
+            trust_remote_code: Whether code from the model directory may run.
+            device: For buffers and computation.
+
+        Raises:
+            ModelError: transformers cannot build it, or it cannot be streamed.
+        """
+        skeleton = build_skeleton(
+            config,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            trust_remote_code=trust_remote_code,
+            device=device,
+        )
+        return cls(skeleton, dtype=dtype, device=device)
+
+    @property
+    def num_decoder_layers(self) -> int:
+        """Layers between ``embed`` and ``head``."""
+        return len(self.layers) - 2
+
+    @property
+    def hidden_size(self) -> int:
+        """Last dimension of the hidden state."""
+        return cast(int, text_config(self.config).hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the input embedding: token ids must be below it."""
+        return cast(int, cast(Any, self.module).get_input_embeddings().weight.shape[0])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute dtype."""
+        return self._dtype
+
+    def train(self, mode: bool = True) -> None:
+        """Switches dropout on or off; the model starts with it off."""
+        self.module.train(mode)
+
+    def load_constants(self, values: Mapping[str, Tensor]) -> None:
+        """Sets the constants; a model that has some computes nothing before.
+
+        Args:
+            values: For every name in ``constants``; copied.
+        """
+        assert values.keys() == self.constants.keys(), f"expected values for {list(self.constants)}"
+        for name, value in values.items():
+            self.constants[name].copy_(value)
+        self.constants_loaded = True
+
+    def check_length(self, length: int) -> None:
+        """Whether rows of this many tokens can enter the model: learned positions come to an end.
+
+        Raises:
+            ModelError: They cannot.
+        """
+        zeros = {tensor.name: self._zeros(tensor.shape) for tensor in self.layers[0].tensors}
+        tokens = torch.zeros((1, length), dtype=torch.int64, device=self.device)
+        try:
+            with torch.no_grad():
+                self._forward.record(zeros, MicroBatchTensors(tokens))
+        except Exception as error:  # an index out of range, or whatever the model checks
+            limit = getattr(text_config(self.config), "max_position_embeddings", "unknown")
+            raise ModelError(
+                f"{self.config.model_type} does not take rows of {length} tokens (max_position_embeddings is {limit}); "
+                f"lower data.max_length: {error}"
+            ) from error
+
+    def prologue(self, params: Mapping[str, Tensor], batch: MicroBatchTensors) -> Prologue:
+        """Runs the model up to its first decoder layer and collects what each decoder layer will be called with.
+
+        Args:
+            params: Of layer 0.
+            batch: One micro-batch.
+        """
+        assert self.constants_loaded, f"load_constants has not been called for {list(self.constants)}"
+        with torch.enable_grad():  # only to see what depends on the parameters; the graph ends here
+            hidden, calls = self._forward.record(_leaves(params), batch)
+        leaves = {id(value): value.detach().requires_grad_() for value in _differentiable(calls)}
+
+        def detached(value: Any) -> Any:
+            return leaves.get(id(value), value)
+
+        calls = tuple(
+            LayerCall(tree_map(detached, call.args), tree_map(detached, call.kwargs), call.hidden_keyword)
+            for call in calls
+        )
+        return Prologue(hidden.detach(), calls, tuple(leaves.values()))
+
+    def layer_forward(self, index: int, params: Mapping[str, Tensor], hidden: Tensor, prologue: Prologue) -> Tensor:
+        """Runs one decoder layer without a graph.
+
+        Args:
+            index: Of the layer in the stream: 1 is the first decoder layer.
+            params: Of that layer.
+            hidden: [B, S, H] from the layer before.
+            prologue: Of the same micro-batch.
+
+        Returns:
+            [B, S, H].
+        """
+        with torch.no_grad():
+            return self._forward.layer(index - 1, params, hidden, prologue.calls[index - 1])
+
+    def layer_graph(self, index: int, params: Mapping[str, Tensor], hidden: Tensor, prologue: Prologue) -> LayerGraph:
+        """As `layer_forward`, and keeps what `backward` needs: for layers that do not recompute."""
+        leaves = _leaves(params)
+        hidden = hidden.detach().requires_grad_()
+        with torch.enable_grad():
+            output = self._forward.layer(index - 1, leaves, hidden, prologue.calls[index - 1])
+        return LayerGraph(output, hidden, leaves, prologue.differentiable)
+
+    @staticmethod
+    def backward(graph: LayerGraph, grad_output: Tensor, sink: GradSink) -> Tensor:
+        """Back-propagates through one layer and frees its graph.
+
+        Args:
+            graph: From `layer_graph`.
+            grad_output: [B, S, H], gradient of ``graph.output``.
+            sink: Takes each parameter's gradient once, as soon as it is ready.
+
+        Returns:
+            Gradient of ``graph.hidden``, [B, S, H].
+        """
+        _backward([graph.output], [grad_output], graph.leaves, sink, (graph.hidden, *graph.differentiable))
+        return cast(Tensor, graph.hidden.grad)
+
+    def layer_backward(
+        self,
+        index: int,
+        params: Mapping[str, Tensor],
+        hidden: Tensor,
+        prologue: Prologue,
+        grad_output: Tensor,
+        sink: GradSink,
+    ) -> Tensor:
+        """Recomputes one decoder layer from its input and back-propagates; see `layer_graph` and `backward`."""
+        return self.backward(self.layer_graph(index, params, hidden, prologue), grad_output, sink)
+
+    def prologue_backward(
+        self,
+        params: Mapping[str, Tensor],
+        batch: MicroBatchTensors,
+        prologue: Prologue,
+        grad_hidden: Tensor,
+        sink: GradSink,
+    ) -> None:
+        """Runs the prologue again, with a graph, and back-propagates into the parameters of layer 0.
+
+        Args:
+            params: Of layer 0.
+            batch: The micro-batch of ``prologue``.
+            prologue: Went through the backward of every decoder layer.
+            grad_hidden: [B, S, H], gradient of ``prologue.hidden``.
+            sink: Takes each parameter's gradient once.
+        """
+        leaves = _leaves(params)
+        with torch.enable_grad():
+            hidden, calls = self._forward.record(leaves, batch)
+        pairs = [(hidden, grad_hidden)]
+        for value, leaf in zip(_differentiable(calls), prologue.differentiable, strict=True):
+            if leaf.grad is not None:
+                pairs.append((value, leaf.grad))
+        _backward([value for value, _ in pairs], [grad for _, grad in pairs], leaves, sink, ())
+
+    def epilogue_logits(self, params: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        """Logits of token positions, exactly as the model's forward returns them.
+
+        Args:
+            params: Of all layers in ``head_reads``.
+            hidden: [N, H], any rows of the last decoder layer's output: the epilogue works token by token.
+
+        Returns:
+            [N, V]. Differentiable where grad mode is on.
+        """
+        return self._forward.replay({**self._placeholders, **params}, hidden)
+
+    def head_loss(
+        self,
+        params: Mapping[str, Tensor],
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        normalizer: float,
+        label_smoothing: float = 0.0,
+        chunk_tokens: int,
+    ) -> Tensor:
+        """The loss of `head_backward` alone, for evaluation."""
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        with torch.no_grad():
+            for start in range(0, hidden.shape[0], chunk_tokens):
+                part = slice(start, start + chunk_tokens)
+                logits = self.epilogue_logits(params, hidden[part])
+                total += _cross_entropy(logits, targets[part], normalizer, label_smoothing)
+        return total
+
+    def head_backward(
+        self,
+        params: Mapping[str, Tensor],
+        hidden: Tensor,
+        targets: Tensor,
+        *,
+        normalizer: float,
+        label_smoothing: float = 0.0,
+        chunk_tokens: int,
+        sink: GradSink,
+    ) -> tuple[Tensor, Tensor]:
+        """Loss and gradients of the epilogue, a chunk of tokens at a time: the logits are never whole.
+
+        Args:
+            params: Of all layers in ``head_reads``.
+            hidden: [N, H], the last decoder layer's output at the positions that have a target.
+            targets: int64 [N].
+            normalizer: Target tokens of the whole optimizer step; the loss is the sum of token losses divided by it.
+            label_smoothing: As in ``torch.nn.functional.cross_entropy``.
+            chunk_tokens: Tokens whose logits exist at the same time.
+            sink: Takes gradients once a chunk.
+
+        Returns:
+            The loss, a float64 scalar on the device (not synchronized), and the gradient of ``hidden``, [N, H].
+        """
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        grad_hidden = torch.empty_like(hidden)
+        for start in range(0, hidden.shape[0], chunk_tokens):
+            part = slice(start, start + chunk_tokens)
+            leaves = _leaves(params)
+            rows = hidden[part].detach().requires_grad_()
+            with torch.enable_grad():
+                loss = _cross_entropy(self.epilogue_logits(leaves, rows), targets[part], normalizer, label_smoothing)
+            total += loss.detach()
+            _backward([loss], [torch.ones_like(loss)], leaves, sink, (rows,))
+            grad_hidden[part] = cast(Tensor, rows.grad)
+        return total, grad_hidden
+
+    def _split_parameters(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[str]]:
+        """Which parameters each layer of the stream holds, tied ones once.
+
+        What the prologue uses is found by a run over two tokens with weights of zeros that take no memory. The rest
+        outside of the decoder layers is the head's.
+        """
+        prefixes = [f"{name}." for name in self._forward.layer_names]
+        decoder = [[name for name in shapes if name.startswith(prefix)] for prefix in prefixes]
+        inside = {name for names in decoder for name in names}
+        for name, others in self.aliases.items():
+            if any(each.startswith(tuple(prefixes)) for each in (name, *others)):
+                raise ModelError(
+                    f"{self.config.model_type} uses {name} again as {', '.join(others)}: weights shared with or "
+                    "between decoder layers are not supported"
+                )
+        leaves = {name: self._zeros(()).requires_grad_() for name in shapes if name not in inside}
+        expanded = {name: leaf.expand(shapes[name]) for name, leaf in leaves.items()}
+        tokens = torch.zeros((1, 2), dtype=torch.int64, device=self.device)
+        used = _leaves_behind(self._forward.learn_outputs(expanded, MicroBatchTensors(tokens)))
+        embed = [name for name, leaf in leaves.items() if leaf in used]
+        head = [name for name, leaf in leaves.items() if leaf not in used]
+        return {"embed": embed, **{decoder_layer_name(i): names for i, names in enumerate(decoder)}, "head": head}
+
+    def _zeros(self, shape: tuple[int, ...]) -> Tensor:
+        """Zeros that take the memory of one element: a parameter whose value does not matter."""
+        return torch.zeros((), dtype=self._dtype, device=self.device).expand(shape)
+
+
+def bind(spec: LayerSpec, flat: Tensor) -> dict[str, Tensor]:
+    """Views of a layer's flat buffer, full names to shaped tensors.
+
+    Args:
+        spec: The layer.
+        flat: One-dimensional, ``spec.numel`` elements, any dtype and device.
+    """
+    return {tensor.name: flat[tensor.offset : tensor.end].view(tensor.shape) for tensor in spec.tensors}
+
+
+def target_rows(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Where the targets of a micro-batch are.
+
+    Args:
+        labels: int64 [B, S], unshifted, -100 where there is no target. Position 0 is predicted by nothing.
+
+    Returns:
+        Row indices into ``hidden.flatten(0, 1)`` and the token each must predict, both int64 [N].
+    """
+    shifted = torch.full_like(labels, -100)
+    shifted[:, :-1] = labels[:, 1:]
+    rows = (shifted.flatten() != -100).nonzero().squeeze(1)
+    return rows, shifted.flatten()[rows]
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor, normalizer: float, label_smoothing: float) -> Tensor:
+    """Sum of token losses over ``normalizer`` in fp32: transformers' ForCausalLMLoss with ``num_items_in_batch``."""
+    total = nn.functional.cross_entropy(logits.float(), targets, reduction="sum", label_smoothing=label_smoothing)
+    return total / normalizer
+
+
+def _leaves(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same storage as leaves that require a gradient."""
+    return {name: value.detach().requires_grad_() for name, value in params.items()}
+
+
+def _differentiable(calls: Sequence[LayerCall]) -> list[Tensor]:
+    """Tensors among the arguments of layers that carry a gradient, each once, in a fixed order."""
+    values = tree_leaves([(call.args, call.kwargs) for call in calls])
+    return list({id(value): value for value in values if isinstance(value, Tensor) and value.requires_grad}.values())
+
+
+def _backward(
+    outputs: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    leaves: Mapping[str, Tensor],
+    sink: GradSink,
+    others: tuple[Tensor, ...],
+) -> None:
+    """Back-propagates; parameter gradients go to ``sink`` as they appear, those of ``others`` to their ``grad``."""
+
+    def deliver(name: str, leaf: Tensor) -> None:
+        grad = cast(Tensor, leaf.grad)
+        leaf.grad = None
+        sink(name, grad)
+
+    for name, leaf in leaves.items():
+        cast(Any, leaf).register_post_accumulate_grad_hook(partial(deliver, name))
+    torch.autograd.backward(outputs, grads, inputs=[*leaves.values(), *others])
+
+
+def _leaves_behind(outputs: Sequence[Tensor]) -> set[Tensor]:
+    """Leaves that the graphs of these tensors reach."""
+    pending = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    seen = set(pending)
+    leaves: set[Tensor] = set()
+    while pending:
+        node = pending.pop()
+        if hasattr(node, "variable"):  # the node of a leaf
+            leaves.add(node.variable)
+        fresh = [parent for parent, _ in node.next_functions if parent is not None and parent not in seen]
+        seen.update(fresh)
+        pending.extend(fresh)
+    return leaves

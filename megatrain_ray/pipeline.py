@@ -113,7 +113,7 @@ class Pipeline:
                 self.on_death(death.action, death.stalled)
                 last = death
             for tier in Tier:
-                self.cluster.wait_alive(tier, self.deadline_s)
+                self.cluster.wait_alive(tier)
         where = f"{CLASS_NAME[last.action.tier]} ({last.action.tier}), {self.describe(last.action)}"
         if last.stalled:
             raise StalledError(

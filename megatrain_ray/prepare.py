@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoTokenizer
 
-from megatrain_ray.checkpoint import CheckpointWriter, saved_names
+from megatrain_ray.checkpoint.describe import describe_saving
+from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.config import Config
 from megatrain_ray.data.corpus import Corpus, read_corpus
 from megatrain_ray.data.sampler import TrainingData
@@ -21,47 +19,13 @@ from megatrain_ray.errors import ModelError, PlanError
 from megatrain_ray.gate import check_equality
 from megatrain_ray.layout import LayerSpec
 from megatrain_ray.machine import probe
-from megatrain_ray.model import Roles, StreamModel, load_model_config, meta_model
+from megatrain_ray.model import StreamModel
 from megatrain_ray.planner import Plan, Workload, make_plan
 from megatrain_ray.run_directory import RunDirectory
-from megatrain_ray.sources import CheckpointSource, LayerSource, RandomSource, open_pretrained
+from megatrain_ray.skeleton import read_model_config
+from megatrain_ray.start import ModelRecipe, StartPoint
 
-__all__ = ["ModelRecipe", "Prepared", "prepare"]
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelRecipe:
-    """How to make the model on meta in any process."""
-
-    model_config: Any
-    dtype: str
-    attn_implementation: str
-    trust_remote_code: bool
-    roles: Roles
-
-    def build(self) -> torch.nn.Module:
-        """The bare model."""
-        return meta_model(
-            self.model_config,
-            dtype=self.dtype,
-            attn_implementation=self.attn_implementation,
-            trust_remote_code=self.trust_remote_code,
-        )
-
-    def stream(self, device: torch.device | str = "cpu") -> StreamModel:
-        """The model as a stream of layers."""
-        return StreamModel(self.build(), self.roles, device)
+__all__ = ["Prepared", "prepare"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,35 +33,40 @@ class Prepared:
     """A run that can start.
 
     Attributes:
-        recipe: Of the model, in the compute dtype.
-        layers: The stream.
+        model: On meta, fp32: layouts, constants.
+        compute_dtype: Of weights on the device.
         device: ``cpu`` or ``cuda:N``.
         data: In optimizer steps.
         evaluation: Held-out corpus.
-        source: Where the layers come from.
-        writer: Of checkpoints.
+        start: Where the layers come from.
+        save_spec: What a checkpoint consists of.
         plan: Of the machine.
         notes: What the person should know, though it is no error.
     """
 
-    recipe: ModelRecipe
-    layers: tuple[LayerSpec, ...]
+    model: StreamModel
+    compute_dtype: str
     device: str
     data: TrainingData
     evaluation: Corpus | None
-    source: LayerSource
-    writer: CheckpointWriter
+    start: StartPoint
+    save_spec: SaveSpec
     plan: Plan
     notes: tuple[str, ...]
 
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The stream."""
+        return self.model.layers
 
-def prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | None = None) -> Prepared:
+
+def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None) -> Prepared:
     """Checks and decides.
 
     Args:
         config: Of the run.
         run: Its directory.
-        checkpoint: To continue from, and its step.
+        checkpoint: To continue from.
 
     Raises:
         InvalidInput: Whatever would fail later.
@@ -105,24 +74,36 @@ def prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | No
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         prepared = _prepare(config, run, checkpoint)
-    notes = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
-    return Prepared(**{**{f: getattr(prepared, f) for f in Prepared.__slots__}, "notes": tuple(dict.fromkeys(notes))})
+    shown = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
+    return replace(prepared, notes=tuple(dict.fromkeys((*prepared.notes, *shown))))
 
 
-def _prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | None) -> Prepared:
+def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prepared:
+    wanted = config.model
     device = _device(config.tiers.device)
-    directory = _local_directory(config.model.name_or_path)
-    model_config = load_model_config(str(directory), trust_remote_code=config.model.trust_remote_code)
+    directory = _local_directory(wanted.name_or_path)
+    model_config = read_model_config(str(directory), trust_remote_code=wanted.trust_remote_code)
     tokenizer = _tokenizer(directory, config)
-    roles = check_equality(
-        model_config,
-        attn_implementation=config.model.attn_implementation,
-        trust_remote_code=config.model.trust_remote_code,
+    recipe = ModelRecipe.of(
+        model_config, attn_implementation=wanted.attn_implementation, trust_remote_code=wanted.trust_remote_code
     )
+    model = recipe.build()
+    check_equality(
+        model_config,
+        attn_implementation=model.config._attn_implementation,
+        trust_remote_code=wanted.trust_remote_code,
+    )
+    model.check_length(config.data.max_length)
+    vocabulary_rows = model.vocab_size
+    random = wanted.init == "random" and checkpoint is None
+    start = StartPoint(
+        recipe=recipe,
+        directory=None if random else str(checkpoint or directory),
+        seed=config.training.seed,
+        resumed=checkpoint is not None,
+    )
+    source = start.open(model)
     dtype = _compute_dtype(config, model_config, device)
-    recipe = ModelRecipe(model_config, dtype, config.model.attn_implementation, config.model.trust_remote_code, roles)
-    model = recipe.stream()
-    vocabulary_rows = int(model.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
     def corpus(path: str | tuple[str, ...]) -> Corpus:
         paths = (path,) if isinstance(path, str) else path
@@ -137,7 +118,7 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | N
     pad = getattr(tokenizer, "pad_token_id", None)
     data = TrainingData(corpus(config.data.path), config, pad if pad is not None else 0)
     evaluation = corpus(config.data.eval_path) if config.data.eval_path is not None else None
-    text = model_config.get_text_config()
+    text: Any = model_config.get_text_config()
     workload = Workload(
         row_tokens=int(data.corpus.lengths().max()),
         rows=config.training.per_device_train_batch_size,
@@ -146,7 +127,6 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | N
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
         vocabulary_rows=vocabulary_rows,
     )
-    build = partial(_build_fp32, recipe)
     plan = make_plan(
         config,
         model.layers,
@@ -155,23 +135,24 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: tuple[Path, int] | N
         workload=workload,
         machine=probe(run.store, device),
     )
+    save_spec = describe_saving(
+        model,
+        str(directory),
+        model_dtype=_stored_dtype(model_config),
+        chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
+        trust_remote_code=wanted.trust_remote_code,
+    )
     return Prepared(
-        recipe=recipe,
-        layers=model.layers,
+        model=model,
+        compute_dtype=dtype,
         device=device,
         data=data,
         evaluation=evaluation,
-        source=_source(config, directory, model, build, checkpoint),
-        writer=_writer(config, run, directory, model, build, tokenizer),
+        start=start,
+        save_spec=save_spec,
         plan=plan,
-        notes=(),
+        notes=(*model.warnings, *source.warnings, *save_spec.warnings),
     )
-
-
-def _build_fp32(recipe: ModelRecipe) -> torch.nn.Module:
-    return ModelRecipe(
-        recipe.model_config, "float32", recipe.attn_implementation, recipe.trust_remote_code, recipe.roles
-    ).build()
 
 
 def _device(wanted: str) -> str:
@@ -236,59 +217,3 @@ def _stored_dtype(model_config: Any) -> str:
     """The configuration's dtype, by name."""
     dtype = getattr(model_config, "dtype", None) or torch.float32
     return str(dtype).removeprefix("torch.")
-
-
-def _source(
-    config: Config,
-    directory: Path,
-    model: StreamModel,
-    build: Callable[[], Any],
-    checkpoint: tuple[Path, int] | None,
-) -> LayerSource:
-    if checkpoint is not None:
-        path, step = checkpoint
-        return CheckpointSource(open_pretrained(path, model.layers, model.model, build), path, step, len(model.layers))
-    if config.model.init == "random":
-        return RandomSource(build, config.training.seed)
-    return open_pretrained(directory, model.layers, model.model, build)
-
-
-def _writer(
-    config: Config, run: RunDirectory, directory: Path, model: StreamModel, build: Callable[[], Any], tokenizer: Any
-) -> CheckpointWriter:
-    saved = model.config.to_dict()
-    saved["dtype"] = "float32"
-    saved.setdefault("architectures", None)
-    saved["architectures"] = saved["architectures"] or [type(model.model).__name__]
-    side_files = {"config.json": json.dumps(saved, indent=2, default=str)}
-    generation = directory / "generation_config.json"
-    if generation.exists():
-        side_files[generation.name] = generation.read_text(encoding="utf-8-sig")
-        problem = _generation_problem(directory)
-        if problem:
-            warnings.warn(
-                f"{generation}: transformers would refuse to save it ({problem}); it is copied as it is", stacklevel=2
-            )
-    if config.data.chat_template is not None and tokenizer is not None:
-        side_files["chat_template.jinja"] = tokenizer.chat_template
-    copied = [directory / name for name in _TOKENIZER_FILES if (directory / name).exists() and name not in side_files]
-    return CheckpointWriter(
-        output_dir=run.path,
-        num_layers=len(model.layers),
-        names=saved_names(model.model, model.layers),
-        build=build,
-        side_files=side_files,
-        copied_files=tuple(copied),
-        keep=config.training.save_total_limit,
-        model_dtype=_stored_dtype(model.config),
-    )
-
-
-def _generation_problem(directory: Path) -> str | None:
-    from transformers import GenerationConfig
-
-    try:
-        GenerationConfig.from_pretrained(str(directory)).validate(strict=True)
-    except (ValueError, OSError) as error:
-        return str(error).strip().splitlines()[0]
-    return None

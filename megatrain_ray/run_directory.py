@@ -5,17 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import socket
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from megatrain_ray.checkpoint import list_checkpoints
+from megatrain_ray.checkpoint.directory import list_checkpoints, remove_debris, remove_tree
 from megatrain_ray.errors import RunDirectoryError
 
-__all__ = ["RunDirectory", "output_path"]
+__all__ = ["RunDirectory", "output_path", "replace_text"]
 
 LOCK = ".lock"
 RUNS_HOME = "megatrain_runs"
@@ -73,6 +72,7 @@ class RunDirectory:
             self._lock()
             if overwrite and not resume:
                 self._clear()
+            remove_debris(self.path)
             for entry in self.store.iterdir():  # a store is disposable: the run's state is in its checkpoints
                 if entry.name != LOCK:
                     entry.unlink()
@@ -107,9 +107,7 @@ class RunDirectory:
 
     def _clear(self) -> None:
         for checkpoint in list_checkpoints(self.path):
-            shutil.rmtree(checkpoint)
-        for partial in self.path.glob(".checkpoint-*"):
-            shutil.rmtree(partial)
+            remove_tree(checkpoint.path)
         for name in ("metrics.jsonl", "config.yaml", "plan.json", "trace.json", "report.html"):
             (self.path / name).unlink(missing_ok=True)
 
@@ -129,9 +127,14 @@ class RunDirectory:
             with contextlib.suppress(ValueError):
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
-        partial = self.metrics.with_name(".metrics.partial")
-        partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-        partial.replace(self.metrics)
+        replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Replaces a small file; readers see the old or the new one."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def _started_s(pid: int) -> float | None:

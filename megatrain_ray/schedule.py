@@ -44,7 +44,6 @@ class Tier(StrEnum):
 class Op(StrEnum):
     """What an action does. The value is the method's name on the tier's class."""
 
-    IMPORT = "import_layer"  # store: where the run starts -> file, and state for RAM
     READ = "read"  # store: file -> state or snapshot
     READ_MASTER = "read_master"  # store: file -> master
     READ_GRADS = "read_grads"  # store: file -> grads
@@ -59,6 +58,7 @@ class Op(StrEnum):
     PARAMS = "params"  # optimizer: master in RAM -> compute weights
     CAST = "cast"  # optimizer: master -> compute weights
     SNAPSHOT = "snapshot"  # optimizer: master and moments in RAM -> snapshot
+    IMPORT = "import_layer"  # worker: where the run starts -> state
     BEGIN = "begin"  # worker: takes the step's micro-batches
     LOAD = "load"  # worker: compute weights, host -> device
     FORWARD = "forward"  # worker: all micro-batches through one layer
@@ -69,12 +69,14 @@ class Op(StrEnum):
 
 
 TIER_OF: Mapping[Op, Tier] = {
-    **dict.fromkeys((Op.IMPORT, Op.READ, Op.READ_MASTER, Op.READ_GRADS, Op.WRITE, Op.WRITE_GRADS, Op.SAVE), Tier.STORE),
+    **dict.fromkeys((Op.READ, Op.READ_MASTER, Op.READ_GRADS, Op.WRITE, Op.WRITE_GRADS, Op.SAVE), Tier.STORE),
     **dict.fromkeys(
         (Op.KEEP, Op.UPDATE, Op.UPDATE_EMIT, Op.UPDATE_PAGED, Op.UPDATE_PAGED_EMIT, Op.PARAMS, Op.CAST, Op.SNAPSHOT),
         Tier.OPTIMIZER,
     ),
-    **dict.fromkeys((Op.BEGIN, Op.LOAD, Op.FORWARD, Op.HEAD, Op.EVALUATE, Op.BACKWARD, Op.GRADS), Tier.WORKER),
+    **dict.fromkeys(
+        (Op.IMPORT, Op.BEGIN, Op.LOAD, Op.FORWARD, Op.HEAD, Op.EVALUATE, Op.BACKWARD, Op.GRADS), Tier.WORKER
+    ),
 }
 UPDATES = frozenset((Op.UPDATE, Op.UPDATE_EMIT, Op.UPDATE_PAGED, Op.UPDATE_PAGED_EMIT))
 COMPUTE = frozenset((Op.FORWARD, Op.HEAD, Op.EVALUATE, Op.BACKWARD))
@@ -475,14 +477,15 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
 
 
 def build_import(shape: StepShape) -> Schedule:
-    """Every layer from where the run starts into its tier, at most two on their way."""
+    """Every layer from where the run starts into the store, and into RAM if it lives there; two on their way."""
     builder = _Builder(shape, pending=False, save=False)
     last: list[int] = []
     for layer in shape.trainable:
         state = Value("state", layer)
-        paged = layer in shape.paged
-        index = builder.add(Op.IMPORT, layer, (), () if paged else (state,), after=last[-2:-1])
-        last.append(index if paged else builder.add(Op.KEEP, layer, [state], (), [state]))
+        builder.add(Op.IMPORT, layer, (), [state], after=last[-2:-1])
+        if layer not in shape.paged:
+            builder.add(Op.KEEP, layer, [state])
+        last.append(builder.add(Op.WRITE, layer, [state], (), [state]))
     return builder.build()
 
 

@@ -1,25 +1,37 @@
-"""Builds the tiers inside their processes. Everything here is called by name from the actors' constructors."""
+"""Builds the tiers inside their processes, each with only the libraries that it needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatrain_ray.config import Config
-from megatrain_ray.layout import LayerSpec
-from megatrain_ray.prepare import ModelRecipe, Prepared
 from megatrain_ray.schedule import Tier
+from megatrain_ray.start import StartPoint
+
+if TYPE_CHECKING:
+    from megatrain_ray.prepare import Prepared
 
 __all__ = ["tier_builders"]
 
 
-def tier_builders(config: Config, prepared: Prepared, store_dir: Path, arena_path: str) -> dict[Tier, Any]:
+def tier_builders(
+    config: Config, prepared: Prepared, *, output_dir: Path, store_dir: Path, arena_path: str
+) -> dict[Tier, Callable[[], Any]]:
     """By tier: a function without arguments that makes it, in whatever process calls it."""
     plan, training = prepared.plan, config.training
+    constants = {name: value.cpu().numpy() for name, value in prepared.model.constants.items()}
     return {
         Tier.STORE: partial(
-            _store, store_dir, prepared.layers, prepared.source, prepared.writer, config.tiers.direct_io
+            _store,
+            store_dir,
+            prepared.layers,
+            output_dir=output_dir,
+            save_spec=prepared.save_spec,
+            keep=training.save_total_limit,
+            direct_io=config.tiers.direct_io,
         ),
         Tier.OPTIMIZER: partial(
             _optimizer,
@@ -27,60 +39,45 @@ def tier_builders(config: Config, prepared: Prepared, store_dir: Path, arena_pat
             (training.adam_beta1, training.adam_beta2),
             training.adam_epsilon,
             training.weight_decay,
-            prepared.recipe.dtype,
-            plan.resident,
-            arena_path,
-            plan.optimizer_threads,
+            compute_dtype=prepared.compute_dtype,
+            resident=plan.resident,
+            arena_path=arena_path,
+            num_threads=plan.optimizer_threads,
         ),
         Tier.WORKER: partial(
             _worker,
-            prepared.recipe,
+            prepared.start,
+            prepared.compute_dtype,
             prepared.device,
+            constants,
             plan.worker_threads,
-            training.seed,
-            plan.shape.keep_graph,
-            plan.loss_chunk_tokens,
-            training.label_smoothing_factor,
+            seed=training.seed,
+            keep_graph=plan.shape.keep_graph,
+            loss_chunk_tokens=plan.loss_chunk_tokens,
+            label_smoothing=training.label_smoothing_factor,
         ),
     }
 
 
-def _store(directory: Path, layers: tuple[LayerSpec, ...], source: Any, writer: Any, direct_io: bool) -> Any:
+def _store(*args: Any, **kwargs: Any) -> Any:
     from megatrain_ray.actors.nvme_store import NvmeStore
 
-    return NvmeStore(directory, layers, source=source, writer=writer, direct_io=direct_io)
+    return NvmeStore(*args, **kwargs)
 
 
-def _optimizer(
-    layers: tuple[LayerSpec, ...],
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
-    compute_dtype: str,
-    resident: tuple[int, ...],
-    arena_path: str,
-    num_threads: int,
-) -> Any:
+def _optimizer(layers: Any, betas: tuple[float, float], eps: float, weight_decay: float, **kwargs: Any) -> Any:
     from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer
 
-    return CpuOptimizer(
-        layers,
-        AdamWConfig(betas, eps, weight_decay),
-        compute_dtype=compute_dtype,
-        resident=resident,
-        arena_path=arena_path,
-        num_threads=num_threads,
-    )
+    return CpuOptimizer(layers, AdamWConfig(betas, eps, weight_decay), **kwargs)
 
 
 def _worker(
-    recipe: ModelRecipe,
+    start: StartPoint,
+    compute_dtype: str,
     device_name: str,
+    constants: Mapping[str, Any],
     num_threads: int,
-    seed: int,
-    keep_graph: int,
-    loss_chunk_tokens: int,
-    label_smoothing: float,
+    **kwargs: Any,
 ) -> Any:
     import torch
 
@@ -89,11 +86,6 @@ def _worker(
 
     torch.set_num_threads(num_threads)
     device = open_device(device_name)
-    return GpuWorker(
-        recipe.stream(device.name),
-        device,
-        seed=seed,
-        keep_graph=keep_graph,
-        loss_chunk_tokens=loss_chunk_tokens,
-        label_smoothing=label_smoothing,
-    )
+    model = start.recipe.build(compute_dtype, str(device.name))
+    model.load_constants({name: torch.from_numpy(value) for name, value in constants.items()})
+    return GpuWorker(model, device, open_source=start.open, **kwargs)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,8 @@ from transformers import get_scheduler
 from megatrain_ray.actors.cpu_optimizer import Hyper, arena_bytes
 from megatrain_ray.actors.gpu_worker import GradInfo
 from megatrain_ray.actors.nvme_store import WriteReceipt
-from megatrain_ray.checkpoint import export, newest_complete, read_state
+from megatrain_ray.checkpoint.directory import list_checkpoints, newest_complete
+from megatrain_ray.checkpoint.resume import export, read_trainer_state
 from megatrain_ray.cluster import Cluster, TierSpec, private_bytes
 from megatrain_ray.config import Config, differences
 from megatrain_ray.data.batches import StepBatch
@@ -27,8 +28,7 @@ from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.pipeline import Pipeline, Record
 from megatrain_ray.planner import value_bytes
 from megatrain_ray.prepare import Prepared, prepare
-from megatrain_ray.run_directory import RunDirectory, output_path
-from megatrain_ray.safetensors_file import write_atomically
+from megatrain_ray.run_directory import RunDirectory, output_path, replace_text
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, build_flush, build_import, build_step
 from megatrain_ray.tiers import tier_builders
 
@@ -44,6 +44,7 @@ class Trainer:
         config: Of the run.
         resume: Continue from the newest complete checkpoint in ``output_dir``; start fresh when there is none.
         overwrite: Replace a run that ``output_dir`` holds.
+        changed: ``section.key`` names that a resumed run may change on purpose.
         tell: Called with what a person should know.
 
     Raises:
@@ -61,6 +62,7 @@ class Trainer:
         *,
         resume: bool = False,
         overwrite: bool = False,
+        changed: Iterable[str] = (),
         tell: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.config = config
@@ -75,12 +77,13 @@ class Trainer:
         self._cluster: Cluster | None = None
         self._pipeline: Pipeline
         self._arena: int | None = None
+        self._training = self._stop = False
         self._peaks: dict[str, int] = {}
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._evaluation: dict[str, float] = {}
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
-            checkpoint = self._find_checkpoint(overwrite) if resume else None
+            checkpoint = self._find_checkpoint(set(changed)) if resume else None
             self._prepared: Prepared = prepare(config, self.run, checkpoint)
         except BaseException:
             self.run.release()
@@ -106,28 +109,35 @@ class Trainer:
             self.tell(f"already complete: {self.step} of {self.total_steps} steps")
             return
         self._start()
-        while self.step < self.total_steps:
+        self._training = True
+        while self.step < self.total_steps and not self._stop:
             record = self._take_step(self._data.step_batch(self.step + 1))
             self._maybe_evaluate(record)
             self.run.append(record)
             every = self.config.training.save_steps
             if every and self.step % every == 0 and self.step < self.total_steps:
-                self._saving = self.step
+                self._begin_save()
             yield record
+        self._training = False
         self.save_checkpoint()
+
+    def request_stop(self) -> bool:
+        """Ends `steps` after the present step and its checkpoint; False when no step is under way."""
+        self._stop = True
+        return self._training
 
     def save_checkpoint(self) -> Path:
         """Completes the present step and saves it, unless that is done already; returns the checkpoint's directory."""
         self._start()
-        if self._saved != self.step:
-            self._saving = self.step
+        while self._saved != self.step:
+            self._begin_save()
             self._run(build_flush(self._shape, pending=self._pending is not None, save=True), None)
             self._finish_save()
         return self.run.path / f"checkpoint-{self.step}"
 
     def save_pretrained(self, out: str | Path, dtype: str | None = None) -> Path:
         """The model as it is now, as a Hugging Face directory; ``dtype`` None: the model configuration's."""
-        return export(self.save_checkpoint(), Path(out), dtype)
+        return export(str(self.save_checkpoint()), str(out), dtype)
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity of ``data.eval_path`` with the weights as they are now."""
@@ -167,38 +177,47 @@ class Trainer:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _find_checkpoint(self, overwrite: bool) -> tuple[Path, int] | None:
-        path, notes = newest_complete(self.run.path)
-        for note in notes:
-            self.tell(note)
-        if path is None:
+    def _find_checkpoint(self, allowed: set[str]) -> Path | None:
+        found = newest_complete(self.run.path, deep=True)
+        for other in list_checkpoints(self.run.path):
+            if other.problem is not None:
+                self.tell(f"{other.problem}; {other.path.name} is not used")
+        if found is None:
             self.tell(f"no complete checkpoint in {self.run.path}: starting from the beginning")
             self.run.cut_after(0)
             return None
-        state = read_state(path)
-        changed = differences(Config.from_mapping(state["config"], source=str(path)), self.config)
-        if changed and not overwrite:
+        path, state = found.path, read_trainer_state(found.path)
+        self.step = self._saved = int(state["step"])
+        limit = self.config.training.max_steps
+        trained = Config.from_mapping(state["config"], source=str(path))
+        changed = [change for change in differences(trained, self.config) if change[0] not in allowed]
+        if changed and not (limit and limit <= self.step):
             listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, old, new in changed)
             raise RunDirectoryError(
-                f"{path} was trained with another configuration: {listed}. Give the old values, or resume with "
-                "--overwrite to change the run from here on"
+                f"{path} was trained with another configuration: {listed}. Give the old values, or name each change "
+                f"that is meant, as in --set {changed[0][0]}={changed[0][2]}"
             )
-        self.step = self._saved = int(state["step"])
         self.run.cut_after(self.step)
         self.tell(f"resuming from {path} (step {self.step})")
-        return path, self.step
+        return path
 
     def _start(self) -> None:
         """Starts the actors and brings every layer to its tier."""
         if self._cluster is not None:
             return
         prepared, plan = self._prepared, self._prepared.plan
-        write_atomically(self.run.path / "config.yaml", self.config.to_yaml())
-        write_atomically(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
+        replace_text(self.run.path / "config.yaml", self.config.to_yaml())
+        replace_text(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
         # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
         self._arena = os.memfd_create("masters-and-moments")
         os.ftruncate(self._arena, arena_bytes(prepared.layers, plan.resident))
-        builders = tier_builders(self.config, prepared, self.run.store, f"/proc/{os.getpid()}/fd/{self._arena}")
+        builders = tier_builders(
+            self.config,
+            prepared,
+            output_dir=self.run.path,
+            store_dir=self.run.store,
+            arena_path=f"/proc/{os.getpid()}/fd/{self._arena}",
+        )
         threads = {Tier.STORE: 1, Tier.OPTIMIZER: plan.optimizer_threads, Tier.WORKER: plan.worker_threads}
         gpus = {Tier.WORKER: 0.0 if prepared.device == "cpu" else 1.0}
         self._cluster = Cluster(
@@ -208,18 +227,18 @@ class Trainer:
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
-        self._cluster.start(self.run.name, specs, deadline_s=deadline_s)
+        self._cluster.start(self.run.name, specs)
         self._pipeline = Pipeline(
             self._cluster,
             tuple(spec.name for spec in prepared.layers),
-            value_bytes(prepared.layers, prepared.recipe.dtype),
+            value_bytes(prepared.layers, prepared.compute_dtype),
             deadline_s=deadline_s,
             on_wait=self._note_wait,
             on_death=self._note_death,
         )
         self._run(build_import(self._shape), None)
-        for warning in self._cluster.ask(Tier.STORE, "warnings"):
-            self.tell(warning)
+        for note in self._cluster.ask(Tier.WORKER, "finish_import"):
+            self.tell(note)
 
     @property
     def _shape(self) -> Any:
@@ -282,8 +301,6 @@ class Trainer:
                 return layer, hyper
             if op is Op.BEGIN:
                 return batch, train
-            if op is Op.IMPORT:
-                return layer, bool(action.writes)
             if op is Op.SAVE:
                 return layer, self._saving
             if op is Op.READ_MASTER:
@@ -346,6 +363,11 @@ class Trainer:
         if every and (self.step % every == 0 or self.step == self.total_steps):
             record.update(self.evaluate())
 
+    def _begin_save(self) -> None:
+        assert self._cluster is not None
+        self._saving = self.step
+        self._cluster.ask(Tier.STORE, "begin_save", self.step, deadline_s=self.config.tiers.deadline_s)
+
     def _finish_save(self) -> None:
         assert self._cluster is not None and self._saving is not None
         number, self._saving = self._saving, None
@@ -356,6 +378,9 @@ class Trainer:
             "config": self.config.model_dump(mode="json"),
         }
         path = self._cluster.ask(Tier.STORE, "finish_save", number, state, deadline_s=self.config.tiers.deadline_s)
+        if path is None:
+            self.tell(f"checkpoint-{number} was lost when the store restarted; earlier checkpoints are whole")
+            return
         self._saved = number
         self.tell(f"saved {path}")
 

@@ -44,16 +44,13 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 
     def make(family: str) -> Path:
         if family not in made:
-            import torch
-            from transformers import AutoModelForCausalLM
+            from tests.models import FAMILIES, attn_implementation, awkward_llama, plain_model
 
-            from tests.families import tiny_config
-
-            torch.manual_seed(7)
-            model = AutoModelForCausalLM.from_config(tiny_config(family))
-            with torch.no_grad():
-                for param in model.parameters():
-                    param.add_(torch.randn_like(param) * 0.02)
+            config = awkward_llama() if family == "llama-awkward" else FAMILIES[family]()
+            for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop"):
+                if hasattr(config, name):
+                    setattr(config, name, 0.0)
+            model: Any = plain_model(config, attn=attn_implementation(family), seed=7, spread=0.02)
             made[family] = tmp_path_factory.mktemp(family)
             model.save_pretrained(made[family], max_shard_size="60KB")
         return made[family]

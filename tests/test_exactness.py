@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 
 from megatrain_ray.trainer import Trainer
-from tests.families import FAMILIES
+from tests.models import FAMILIES, attn_implementation
 from tests.reference import plain_training, saved_weights
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_instance")]
@@ -18,14 +19,15 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_instance")]
 ModelDir = Callable[[str], Path]
 MakeConfig = Callable[..., Any]
 
+KEY_BIAS = re.compile(r"(k_proj|c_attn|query_key_value)\.bias$")
 
-@pytest.mark.parametrize("family", FAMILIES)
+
+@pytest.mark.parametrize("family", [*FAMILIES, "llama-awkward"])
 def test_every_family_equals_plain_pytorch(family: str, model_dir: ModelDir, make_config: MakeConfig) -> None:
     config = make_config(model_dir(family))
     with Trainer(config) as trainer:
         records = list(trainer.steps())
-        attention = "eager" if family == "gpt_oss" else "sdpa"
-        expected, weights = plain_training(config, trainer._data, 8, attention=attention)
+        expected, weights = plain_training(config, trainer._data, 8, attention=attn_implementation(family))
         checkpoint = trainer.run.path / "checkpoint-8"
     assert [record["step"] for record in records] == list(range(1, 9))
     assert len({record["target_tokens"] for record in records}) > 1
@@ -36,7 +38,6 @@ def test_every_family_equals_plain_pytorch(family: str, model_dir: ModelDir, mak
     saved = saved_weights(checkpoint)
     assert saved.keys() == weights.keys()
     for name, tensor in weights.items():
-        scale = float(tensor.abs().max())
-        torch.testing.assert_close(
-            saved[name], tensor, rtol=1e-5, atol=1e-5 * scale, msg=lambda text, name=name: name + text
-        )
+        # Softmax does not depend on a bias of the keys: its gradient is rounding noise, which Adam scales up.
+        noise = 1e-3 if KEY_BIAS.search(name) else 1e-5
+        torch.testing.assert_close(saved[name], tensor, rtol=noise, atol=noise * float(tensor.abs().max()), msg=name)

@@ -9,20 +9,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatrain_ray.actors.device import Device
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.layout import LAYER_ALIGN_NUMEL, LayerSpec
-from megatrain_ray.model import LayerGraph, MicroBatchTensors, Prologue, StreamModel
+from megatrain_ray.model import LayerGraph, MicroBatchTensors, Prologue, StreamModel, bind, target_rows
 from megatrain_ray.packed import GRADS, PackedLayer
-from megatrain_ray.tensors import named_views
+from megatrain_ray.start import RunSource
 
 __all__ = ["GpuWorker", "GradInfo"]
 
@@ -49,18 +48,18 @@ class _GradientSum:
 
     def __init__(self, spec: LayerSpec, device: Device) -> None:
         self.flat = device.gradient(spec)
-        self._views = named_views(self.flat, spec)
+        self._views = bind(spec, self.flat)
         self._untouched = set(self._views)
 
-    def add(self, gradients: Mapping[str, Tensor | None]) -> None:
-        for name, gradient in gradients.items():
-            if gradient is None or name not in self._views:
-                continue
-            if name in self._untouched:
-                self._views[name].copy_(gradient)
-                self._untouched.remove(name)
-            else:
-                self._views[name].add_(gradient)
+    def __contains__(self, name: str) -> bool:
+        return name in self._views
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        if name in self._untouched:
+            self._views[name].copy_(gradient)
+            self._untouched.remove(name)
+        else:
+            self._views[name].add_(gradient)
 
     def finish(self) -> Tensor:
         for name in self._untouched:
@@ -73,13 +72,13 @@ class _MicroBatch:
 
     Args:
         tensors: Inputs of the prologue.
-        positions: Indices in [B * S] of the hidden rows that predict a target.
+        rows: Indices in [B * S] of the hidden states that predict a target.
         targets: The token ids that they predict.
     """
 
-    def __init__(self, tensors: MicroBatchTensors, positions: Tensor, targets: Tensor) -> None:
+    def __init__(self, tensors: MicroBatchTensors, rows: Tensor, targets: Tensor) -> None:
         self.tensors = tensors
-        self.positions = positions
+        self.rows = rows
         self.targets = targets
         self.prologue: Prologue
         self.hidden: Tensor  # forward: what left the last layer; backward: the gradient of what enters the next one
@@ -97,6 +96,7 @@ class GpuWorker:
         keep_graph: The last so many decoder layers keep their graph instead of recomputing.
         loss_chunk_tokens: Target tokens whose logits exist at once.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
+        open_source: Opens what the run starts from; only an import calls it.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class GpuWorker:
         model: StreamModel,
         device: Device,
         *,
+        open_source: Callable[[], RunSource],
         seed: int = 0,
         keep_graph: int = 0,
         loss_chunk_tokens: int = 1024,
@@ -116,7 +117,21 @@ class GpuWorker:
         self.label_smoothing = label_smoothing
         head = len(model.layers) - 1
         self._kept = range(head - keep_graph, head)
+        self._open_source = open_source
+        self._source: RunSource | None = None
         self._forget()
+
+    def import_layer(self, layer: int) -> PackedLayer:
+        """A layer as the run starts with it: this process has the model, whose library knows how to convert files."""
+        if self._source is None:
+            self._source = self._open_source()
+        return self._source.read_layer(self.model.layers[layer])
+
+    def finish_import(self) -> list[str]:
+        """Forgets the source; returns what reading it noticed."""
+        notes = [] if self._source is None else self._source.warnings
+        self._source = None
+        return notes
 
     def _forget(self) -> None:
         self._step = 0
@@ -138,17 +153,14 @@ class GpuWorker:
         self.model.train(train)
         to_device = self.device.tensor
         for micro_batch in batch.micro_batches:
-            # A label is predicted by the position before it; the one at position 0 by nothing.
-            rows, columns = np.nonzero(micro_batch.labels[:, 1:] != -100)
             mask, position_ids = micro_batch.attention_mask, micro_batch.position_ids
             tensors = MicroBatchTensors(
                 to_device(micro_batch.input_ids),
                 None if mask is None else to_device(mask),
                 None if position_ids is None else to_device(position_ids),
             )
-            positions = to_device(rows * micro_batch.labels.shape[1] + columns)
-            targets = to_device(micro_batch.labels[rows, columns + 1])
-            self._micro_batches.append(_MicroBatch(tensors, positions, targets))
+            rows, targets = target_rows(to_device(micro_batch.labels))
+            self._micro_batches.append(_MicroBatch(tensors, rows, targets))
 
     def load(self, layer: int, params: PackedLayer) -> None:
         """Starts to bring a layer's compute weights onto the device, for its next use."""
@@ -167,7 +179,7 @@ class GpuWorker:
                     continue
                 hidden, prologue = micro_batch.hidden, micro_batch.prologue
                 if keeps:
-                    micro_batch.graphs[layer] = self.model.layer_with_graph(layer, params, hidden, prologue)
+                    micro_batch.graphs[layer] = self.model.layer_graph(layer, params, hidden, prologue)
                     micro_batch.hidden = micro_batch.graphs[layer].output.detach()
                     continue
                 if self._train:
@@ -179,23 +191,27 @@ class GpuWorker:
         """Loss of every micro-batch and its gradient, logits a chunk at a time."""
         for read in self.model.head_reads:
             self._sums[read] = _GradientSum(self.model.layers[read], self.device)
+        sums = list(self._sums.values())
+
+        def sink(name: str, gradient: Tensor) -> None:
+            next(each for each in sums if name in each).add(name, gradient)
+
         with contextlib.ExitStack() as stack:
             params = self._head_weights(stack)
             for micro_batch in self._micro_batches:
                 rows = micro_batch.hidden.flatten(0, 1)
                 grad_rows = torch.zeros_like(rows)
-                for positions, targets in self._chunks(micro_batch):
-                    loss, grad, gradients = self.model.head_backward(
+                if len(micro_batch.targets):
+                    loss, grad_rows[micro_batch.rows] = self.model.head_backward(
                         params,
-                        rows[positions],
-                        targets,
-                        target_tokens=self._target_tokens,
+                        rows[micro_batch.rows],
+                        micro_batch.targets,
+                        normalizer=self._target_tokens,
                         label_smoothing=self.label_smoothing,
+                        chunk_tokens=self.loss_chunk_tokens,
+                        sink=sink,
                     )
                     self._losses.append(loss)
-                    grad_rows[positions] = grad
-                    for gradient_sum in self._sums.values():
-                        gradient_sum.add(gradients)
                 micro_batch.hidden = grad_rows.view_as(micro_batch.hidden)
             if layer in self._sums:
                 self._finish(layer)
@@ -207,9 +223,15 @@ class GpuWorker:
         with contextlib.ExitStack() as stack:
             params = self._head_weights(stack)
             losses = [
-                self.model.loss(params, micro_batch.hidden.flatten(0, 1)[positions], targets)
+                self.model.head_loss(
+                    params,
+                    micro_batch.hidden.flatten(0, 1)[micro_batch.rows],
+                    micro_batch.targets,
+                    normalizer=1,
+                    chunk_tokens=self.loss_chunk_tokens,
+                )
                 for micro_batch in self._micro_batches
-                for positions, targets in self._chunks(micro_batch)
+                if len(micro_batch.targets)
             ]
         return sum(float(loss) for loss in losses)
 
@@ -224,14 +246,13 @@ class GpuWorker:
                 self._seed_dropout(layer, index)
                 prologue, grad_hidden = micro_batch.prologue, micro_batch.hidden
                 if layer == 0:
-                    batch = micro_batch.tensors
-                    gradient_sum.add(self.model.prologue_backward(params, batch, prologue, grad_hidden))
+                    self.model.prologue_backward(params, micro_batch.tensors, prologue, grad_hidden, gradient_sum.add)
                     continue
-                graph = micro_batch.graphs.pop(layer, None) or self.model.layer_with_graph(
+                graph = micro_batch.graphs.pop(layer, None) or self.model.layer_graph(
                     layer, params, micro_batch.inputs.pop(layer), prologue
                 )
-                micro_batch.hidden, gradients = graph.backward(grad_hidden)
-                gradient_sum.add(gradients)
+                micro_batch.hidden = self.model.backward(graph, grad_hidden, gradient_sum.add)
+                del graph
             self._finish(layer)
 
     def grads(self, layer: int) -> tuple[PackedLayer, GradInfo]:
@@ -252,7 +273,7 @@ class GpuWorker:
         """A layer's weights by name for one use; with ``keep`` they stay on the device for the next."""
         ticket = self._loaded[layer].popleft()
         flat = self.device.weights(ticket)
-        yield named_views(flat, self.model.layers[layer])
+        yield bind(self.model.layers[layer], flat)
         if keep:
             self._loaded[layer].appendleft(ticket)
         else:
@@ -264,10 +285,6 @@ class GpuWorker:
             params.update(stack.enter_context(self._weights(read)))
         stack.enter_context(self.device.busy())
         return params
-
-    def _chunks(self, micro_batch: _MicroBatch) -> Iterator[tuple[Tensor, Tensor]]:
-        size = self.loss_chunk_tokens
-        return zip(micro_batch.positions.split(size), micro_batch.targets.split(size), strict=True)
 
     def _finish(self, layer: int) -> None:
         """Norm and offload of a gradient that is complete."""

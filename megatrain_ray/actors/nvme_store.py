@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import math
 import shutil
+import struct
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,13 +27,13 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatrain_ray.checkpoint import CheckpointWriter
-from megatrain_ray.direct_io import BLOCK_BYTES, AlignedPool, BlockFile, DirectPolicy, aligned_empty
+from megatrain_ray.checkpoint.directory import prune_checkpoints
+from megatrain_ray.checkpoint.save_spec import SaveSpec
+from megatrain_ray.checkpoint.writer import CheckpointWriter
+from megatrain_ray.direct_io import ALIGNMENT, BLOCK_BYTES, AlignedPool, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.errors import StoreError
-from megatrain_ray.layout import LayerSpec
+from megatrain_ray.layout import LayerSpec, align_up
 from megatrain_ray.packed import GRADS, MASTER, STATE, PackedLayer
-from megatrain_ray.safetensors_file import build_header
-from megatrain_ray.sources import LayerSource
 
 __all__ = ["NvmeStore", "WriteReceipt"]
 
@@ -74,8 +76,9 @@ class NvmeStore:
     Args:
         directory: Exists, locked by the run.
         layers: The stream.
-        source: Where layers are imported from.
-        writer: Writes checkpoints.
+        output_dir: Where checkpoints go.
+        save_spec: What a checkpoint consists of.
+        keep: Checkpoints to keep; None: all.
         direct_io: Try O_DIRECT.
     """
 
@@ -84,14 +87,17 @@ class NvmeStore:
         directory: Path,
         layers: Sequence[LayerSpec],
         *,
-        source: LayerSource | None = None,
-        writer: CheckpointWriter | None = None,
+        output_dir: Path,
+        save_spec: SaveSpec,
+        keep: int | None = None,
         direct_io: bool = True,
     ) -> None:
         self.directory = directory
         self.layers = tuple(layers)
-        self.source = source
-        self.writer = writer
+        self.output_dir = output_dir
+        self.save_spec = save_spec
+        self.keep = keep
+        self._writers: dict[int, CheckpointWriter] = {}
         self._policy = DirectPolicy(direct_io)
         largest = max(spec.section_bytes("float32") for spec in layers)
         self._pool = AlignedPool(2 * len(STATE) * largest)
@@ -107,22 +113,6 @@ class NvmeStore:
                 self._versions[name] = [_Version(**version) for version in versions]
 
     # --- what the schedule calls ------------------------------------------------------------------------------------
-
-    async def import_layer(self, layer: int, emit: bool) -> PackedLayer | WriteReceipt:
-        """Brings a layer from where the run starts into the store.
-
-        Args:
-            layer: Index in the stream.
-            emit: Return the layer, for a tier that keeps it in RAM.
-        """
-        assert self.source is not None
-        packed = await asyncio.to_thread(self.source.read_layer, self.layers[layer])
-        receipt = await self.write(layer, packed)
-        return packed if emit else receipt
-
-    def warnings(self) -> list[str]:
-        """What the import noticed."""
-        return self.source.warnings if self.source is not None else []
 
     async def read(self, layer: int) -> PackedLayer:
         """The newest state of a layer. Moments that were never written are zero."""
@@ -153,17 +143,30 @@ class NvmeStore:
         spec = self.layers[layer]
         return await self._write(spec, _grads_key(spec), f"{spec.name}.grads.safetensors", packed)
 
+    async def begin_save(self, number: int) -> None:
+        """Starts checkpoint ``number``; a half-written one of that number is gone."""
+        self._writers = {
+            number: await asyncio.to_thread(CheckpointWriter, str(self.output_dir), number, self.save_spec)
+        }
+
     async def save(self, layer: int, number: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer into checkpoint ``number``."""
-        assert self.writer is not None
-        written = await asyncio.to_thread(self.writer.write_layer, number, self.layers[layer], packed)
-        self._written_bytes += written
-        return WriteReceipt(layer, packed.step, written)
+        writer = self._writers.get(number)
+        if writer is None:  # this process was restarted in the middle: half a checkpoint is none
+            return WriteReceipt(layer, packed.step, 0)
+        await asyncio.to_thread(writer.write_layer, self.layers[layer], packed)
+        self._written_bytes += packed.data.nbytes
+        return WriteReceipt(layer, packed.step, packed.data.nbytes)
 
-    async def finish_save(self, number: int, trainer_state: dict[str, Any]) -> str:
-        """Completes checkpoint ``number``; returns its path."""
-        assert self.writer is not None
-        return str(await asyncio.to_thread(self.writer.finish, number, trainer_state))
+    async def finish_save(self, number: int, trainer_state: dict[str, Any]) -> str | None:
+        """Completes checkpoint ``number``, drops those beyond ``keep``; returns its path, or None if it was lost."""
+        writer = self._writers.pop(number, None)
+        if writer is None:
+            return None
+        path = await asyncio.to_thread(writer.finish, trainer_state)
+        if self.keep is not None:
+            await asyncio.to_thread(prune_checkpoints, self.output_dir, self.keep)
+        return str(path)
 
     async def status(self) -> dict[str, Any]:
         """Bytes moved so far, bytes on disk, kind of I/O."""
@@ -266,7 +269,7 @@ class NvmeStore:
 
         def write(source: memoryview, offset: int) -> int:
             data = np.frombuffer(source, np.uint8)
-            if data.ctypes.data % 4096 == 0:
+            if data.ctypes.data % ALIGNMENT == 0:
                 return file.write_from(source, offset)
             block = self._staging.pop() if self._staging else aligned_empty(BLOCK_BYTES)
             try:
@@ -296,15 +299,22 @@ def _checksum(data: NDArray[np.uint8]) -> str:
 
 def _header(spec: LayerSpec, packed: PackedLayer) -> bytes:
     """The header under which the packed bytes are a safetensors file; gaps between tensors become fillers."""
-    tensors: list[tuple[str, str, tuple[int, ...]]] = []
+    tensors: list[tuple[str, tuple[int, ...]]] = []
     for section in packed.sections:
         end = 0
         for tensor in spec.tensors:
             if tensor.offset > end:
-                tensors.append((f"_padding.{len(tensors)}", "F32", (tensor.offset - end,)))
-            tensors.append((f"{section}.{tensor.name}", "F32", tensor.shape))
+                tensors.append((f"_padding.{len(tensors)}", (tensor.offset - end,)))
+            tensors.append((f"{section}.{tensor.name}", tensor.shape))
             end = tensor.end
         if spec.numel > end:
-            tensors.append((f"_padding.{len(tensors)}", "F32", (spec.numel - end,)))
-    metadata = {"format": "pt", "layer": spec.name, "step": str(packed.step)}
-    return build_header(tensors, metadata, align=4096)
+            tensors.append((f"_padding.{len(tensors)}", (spec.numel - end,)))
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt", "layer": spec.name, "step": str(packed.step)}}
+    offset = 0
+    for name, shape in tensors:
+        end = offset + 4 * math.prod(shape)
+        fields[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    length = align_up(8 + len(text), ALIGNMENT) - 8
+    return struct.pack("<Q", length) + text.ljust(length)

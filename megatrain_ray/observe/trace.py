@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatrain_ray.layout import LayerSpec
 from megatrain_ray.pipeline import Record
-from megatrain_ray.safetensors_file import write_atomically
+from megatrain_ray.run_directory import replace_text
 from megatrain_ray.schedule import Tier
 
 __all__ = ["write_trace"]
@@ -38,4 +38,4 @@ def write_trace(path: Path, records: Sequence[Record], layers: Sequence[LayerSpe
                 },
             }
         )
-    write_atomically(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    replace_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

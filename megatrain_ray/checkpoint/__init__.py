@@ -1,0 +1,1 @@
+"""Hugging Face model directories in and out, one layer at a time."""

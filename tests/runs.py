@@ -1,0 +1,65 @@
+"""Helpers for tests of whole runs."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import inspect
+import random
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from megatrain_ray.trainer import Trainer
+
+
+def digest(checkpoint: Path) -> dict[str, str]:
+    """Hashes of all weights and moments of a checkpoint."""
+    files = sorted(checkpoint.glob("*.safetensors"))
+    assert files
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def trace(records: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    """What must be the same to the last bit, of each step."""
+    return [(r["step"], r["loss"], r["grad_norm"], r["learning_rate"], tuple(r["samples"])) for r in records]
+
+
+def page(trainer: Trainer, layers: set[int]) -> None:
+    """Moves these layers to the store, whatever the plan said, before the run starts."""
+    prepared = trainer._prepared
+    plan = prepared.plan
+    deferred = plan.shape.deferred
+    shape = dataclasses.replace(
+        plan.shape, paged=frozenset(layers), spilled_grads=frozenset(layers) if deferred else frozenset()
+    )
+    resident = tuple(index for index in shape.trainable if index not in layers)
+    trainer._prepared = dataclasses.replace(prepared, plan=dataclasses.replace(plan, shape=shape, resident=resident))
+
+
+class Delayed:
+    """A tier whose methods take a random while longer."""
+
+    def __init__(self, build: Callable[[], Any], longest_s: float, seed: int) -> None:
+        self._tier = build()
+        self._longest_s = longest_s
+        self._random = random.Random(seed)
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._tier, name)
+        delay_s = self._random.uniform(0, self._longest_s)
+        if not inspect.iscoroutinefunction(method):
+
+            def late(*arguments: Any) -> Any:
+                time.sleep(delay_s)
+                return method(*arguments)
+
+            return late
+
+        async def late_async(*arguments: Any) -> Any:
+            await asyncio.sleep(delay_s)
+            return await method(*arguments)
+
+        return late_async
