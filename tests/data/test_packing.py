@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatrain_ray.data.batches import IGNORED, MicroBatch, make_micro_batch, make_packed_micro_batch
 from megatrain_ray.data.packing import pack
 from megatrain_ray.data.packing_gate import check_packing, packed_masks
 from megatrain_ray.errors import ModelError
-from tests.families import FAMILIES, tiny_config
+from megatrain_ray.gate import LabelledBatch, plain_gradients, streamed_gradients
+from megatrain_ray.model import MicroBatchTensors, StreamModel
+from tests.models import FAMILIES, VOCAB_SIZE, attn_implementation, plain_model
 
 
 def test_rows_hold_whole_samples_and_little_padding() -> None:
@@ -34,8 +37,8 @@ def test_best_fit(lengths: list[int], expected: list[list[int]]) -> None:
     assert [rows[row].tolist() for row in range(len(rows))] == expected
 
 
-def _sample(numbers: np.random.Generator, length: int, vocabulary: int) -> tuple[np.ndarray, np.ndarray]:
-    ids = numbers.integers(3, vocabulary, length)
+def _sample(numbers: np.random.Generator, length: int) -> tuple[np.ndarray, np.ndarray]:
+    ids = numbers.integers(3, VOCAB_SIZE, length)
     labels = ids.copy()
     labels[: length // 3] = IGNORED
     return ids, labels
@@ -56,51 +59,44 @@ def test_a_packed_micro_batch_has_no_target_across_a_boundary() -> None:
     assert (one_row.tokens, one_row.target_tokens) == (6, 3)
 
 
-def _loss_and_gradients(
-    model: nn.Module, batches: list[MicroBatch], way: str = "position_ids"
-) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss times tokens, and its gradients."""
-    model.zero_grad()
-    total = 0.0
-    for batch in batches:
-        inputs = {"input_ids": torch.from_numpy(batch.input_ids)}
-        if batch.position_ids is not None:
-            inputs["position_ids"] = torch.from_numpy(batch.position_ids)
-            if way == "masks":
-                inputs["attention_mask"] = packed_masks(model.config, inputs["position_ids"], torch.float32)
-        logits = model(**inputs, use_cache=False).logits
-        labels = torch.from_numpy(batch.labels)
-        loss = nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
-        loss.backward()
-        total += loss.item()
-    return total, {name: param.grad.clone() for name, param in model.named_parameters() if param.grad is not None}
+def _tensors(batch: MicroBatch, way: str, config: Any) -> LabelledBatch:
+    """As the worker hands it to the model."""
+    positions = None if batch.position_ids is None else torch.from_numpy(batch.position_ids)
+    mask: Any = None
+    if positions is not None and way == "masks":
+        mask = packed_masks(config, positions, torch.float32)
+    inputs = MicroBatchTensors(torch.from_numpy(batch.input_ids), mask, positions)
+    return LabelledBatch(inputs, torch.from_numpy(batch.labels))
+
+
+def _assert_same(got: tuple[float, dict[str, Tensor]], expected: tuple[float, dict[str, Tensor]]) -> None:
+    assert got[0] == pytest.approx(expected[0], rel=1e-5)
+    assert got[1].keys() == expected[1].keys()
+    for name, gradient in expected[1].items():
+        largest = float(gradient.abs().max())
+        torch.testing.assert_close(got[1][name], gradient, rtol=0, atol=1e-5 * largest)
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packing_equals_not_packing(family: str, attention: str) -> None:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = tiny_config(family)
-    if family == "gpt_oss" and attention == "sdpa":
-        attention = "eager"  # its sinks need it; the model refuses sdpa
-    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
-    with torch.no_grad():
-        for param in model.parameters():
-            param.add_(torch.randn_like(param) * 0.1)
-    numbers = np.random.default_rng(1)
-    rows = [
-        [_sample(numbers, length, config.vocab_size) for length in row] for row in ((11, 2, 14), (5, 9), (20, 1, 6))
-    ]
-    way = check_packing(model)
+    if attn_implementation(family) != "sdpa" and attention == "sdpa":
+        pytest.skip("the model refuses sdpa")
+    config = FAMILIES[family]()
+    plain = plain_model(config, attn=attention)
+    way = check_packing(plain)
     assert way == ("masks" if family == "gpt_oss" else "position_ids")
-    packed_loss, packed = _loss_and_gradients(model, [make_packed_micro_batch(rows)], way)
-    plain_loss, plain = _loss_and_gradients(model, [make_micro_batch([sample]) for row in rows for sample in row])
-    assert packed_loss == pytest.approx(plain_loss, rel=1e-5)
-    assert packed.keys() == plain.keys()
-    for name, gradient in plain.items():
-        torch.testing.assert_close(packed[name], gradient, rtol=1e-4, atol=1e-5 * float(gradient.abs().max() + 1e-30))
+    numbers = np.random.default_rng(1)
+    rows = [[_sample(numbers, length) for length in row] for row in ((11, 2, 14), (5, 9), (20, 1, 6))]
+    packed = _tensors(make_packed_micro_batch(rows), way, plain.config)
+    alone = [_tensors(make_micro_batch([sample]), way, plain.config) for row in rows for sample in row]
+    expected = plain_gradients(plain, alone)
+    _assert_same(plain_gradients(plain, [packed]), expected)
+    streamed = StreamModel.from_config(config, attn_implementation=attention)
+    streamed.train(False)
+    params = {name: param.detach() for name, param in plain.named_parameters()}
+    streamed.load_constants({name: plain.get_buffer(name) for name in streamed.constants})
+    _assert_same(streamed_gradients(streamed, params, [packed]), expected)
 
 
 class _Averaging(nn.Module):
