@@ -1,173 +1,196 @@
-"""Token sequences of a data set: what the formats become before batching."""
+"""Samples of a data set: what the rows become before batching, with an account of every row that is not there."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from megatrain_ray.data.batches import IGNORED
-from megatrain_ray.data.rows import Row, read_rows
+from megatrain_ray.data.rows import open_sources
+from megatrain_ray.data.tokens import TokenTable, load_tokens
 from megatrain_ray.errors import DataError
 
-__all__ = ["Corpus", "read_corpus"]
+__all__ = ["Corpus", "Dropped", "read_corpus"]
+
+Ints = NDArray[np.int64]
+
+_NO_TARGET = "no target"
+
+
+@dataclass(frozen=True, slots=True)
+class Dropped:
+    """Rows that are left out for one reason.
+
+    Attributes:
+        reason: For people.
+        rows: Row indices in file order over the files, from 0.
+        places: Where the first of them stand.
+    """
+
+    reason: str
+    rows: Ints
+    places: tuple[str, ...]
+
+    def __str__(self) -> str:
+        more = f" and {len(self.rows) - len(self.places)} more" if len(self.rows) > len(self.places) else ""
+        return f"{len(self.rows)} x {self.reason} ({', '.join(self.places)}{more})"
 
 
 class Corpus:
-    """Sequences of tokens with labels, end to end in two arrays.
+    """Sequences of tokens with labels, by number; the tokens stay on disk.
 
-    Attributes:
-        samples: Each sequence's row index in file order over the files (its window's number for running text).
-        without_targets: How many rows were left out because nothing in them is a target.
-        truncated: How many rows were longer than ``max_length``.
-    """
-
-    def __init__(self) -> None:
-        self._tokens: list[NDArray[np.int64]] = []
-        self._labels: list[NDArray[np.int64]] = []
-        self.samples: list[int] = []
-        self.without_targets = 0
-        self.truncated = 0
-
-    def add(self, sample: int, tokens: NDArray[np.int64], labels: NDArray[np.int64], max_length: int) -> None:
-        """Appends a row, cut to ``max_length``, unless it has no target."""
-        self.truncated += len(tokens) > max_length
-        tokens, labels = tokens[:max_length], labels[:max_length]
-        if not (labels[1:] != IGNORED).any():
-            self.without_targets += 1
-            return
-        self._tokens.append(tokens)
-        self._labels.append(labels)
-        self.samples.append(sample)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        return self._tokens[index], self._labels[index]
-
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each sequence."""
-        return np.array([len(tokens) for tokens in self._tokens], np.int64)
-
-
-def read_corpus(paths: Sequence[str], form: str, *, tokenizer: Any, max_length: int, vocabulary_rows: int) -> Corpus:
-    """Reads and tokenizes a data set.
+    Running text is one stream of documents, cut into windows of ``max_length``; with ``separate`` each document is its
+    own sample, and only longer ones are cut. Rows of chats and tokens are samples, cut at ``max_length``.
 
     Args:
-        paths: Files, read as one set.
-        form: ``auto``, ``text`` or ``tokens``.
-        tokenizer: Of the model; ``tokens`` needs none.
-        max_length: Longest sequence.
+        table: The tokens.
+        max_length: Longest sample.
+        separate: Documents are not joined.
+
+    Attributes:
+        table: The tokens.
+        samples: Each sample's row index in file order over the files; the window's number for joined text.
+        dropped: Rows that are no samples, by reason.
+        truncated: Row indices of samples that were longer than ``max_length``.
+    """
+
+    def __init__(self, table: TokenTable, max_length: int, *, separate: bool = False) -> None:
+        self.table = table
+        self.max_length = max_length
+        self._joined = table.form == "text"
+        self._entries: Ints | None = None
+        problems = table.problems()
+        if self._joined and not separate:
+            total = int(table.starts[-1] + table.lengths[-1]) if len(table.starts) else 0
+            self._starts = np.arange(0, max(total - 1, 0), max_length, dtype=np.int64)
+            self._lengths = np.minimum(max_length, total - self._starts)
+            self.samples = np.arange(len(self._starts), dtype=np.int64)
+            self.truncated = np.empty(0, np.int64)
+        elif self._joined:
+            self._cut_documents()
+        else:
+            self._choose_rows(problems)
+        self.dropped = tuple(
+            Dropped(reason, np.unique(table.row[entries]), tuple(table.place(int(entry)) for entry in entries[:5]))
+            for reason, entries in problems.items()
+        )
+
+    def _cut_documents(self) -> None:
+        table, limit = self.table, self.max_length
+        # A last piece of one token has nothing to predict.
+        pieces = np.where(table.lengths > 1, (table.lengths - 2) // limit + 1, 0)
+        entries = np.repeat(np.arange(len(pieces)), pieces)
+        ordinal = np.arange(len(entries)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self._starts = table.starts[entries] + ordinal * limit
+        self._lengths = np.minimum(limit, table.lengths[entries] - ordinal * limit)
+        self.samples = table.row[entries]
+        self.truncated = np.empty(0, np.int64)
+
+    def _choose_rows(self, problems: dict[str, Ints]) -> None:
+        table, limit = self.table, self.max_length
+        usable = (table.first_target > 0) & (table.first_target < limit)
+        reasonless = np.ones(len(usable), bool)
+        for entries in problems.values():
+            reasonless[entries] = False
+        without = np.flatnonzero(reasonless & (table.first_target == 0))
+        cut_off = np.flatnonzero(reasonless & (table.first_target >= limit))
+        if len(without):
+            problems[_NO_TARGET] = without
+        if len(cut_off):
+            problems[f"{_NO_TARGET} within max_length {limit}"] = cut_off
+        self._entries = np.flatnonzero(usable)
+        self._starts = table.starts[self._entries]
+        self._lengths = np.minimum(table.lengths[self._entries], limit)
+        self.samples = table.row[self._entries]
+        self.truncated = table.row[self._entries[table.lengths[self._entries] > limit]]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> tuple[Ints, Ints]:
+        """Ids and labels of a sample, int64 [length]."""
+        start, length = int(self._starts[index]), int(self._lengths[index])
+        ids = self.table.ids(start, start + length)
+        return ids, ids if self._entries is None else self.table.labels(int(self._entries[index]), length)
+
+    def lengths(self) -> Ints:
+        """Tokens of each sample."""
+        return self._lengths
+
+    def full_lengths(self) -> Ints:
+        """Tokens of each sample before it was cut to ``max_length``; of each document of running text."""
+        lengths = self.table.lengths if self._entries is None else self.table.lengths[self._entries]
+        return lengths[lengths > 0]
+
+    @property
+    def without_targets(self) -> int:
+        """How many rows were left out, for whatever reason."""
+        return sum(len(dropped.rows) for dropped in self.dropped)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that were read."""
+        return self.table.num_rows
+
+    @cached_property
+    def num_targets(self) -> int:
+        """Targets of one pass over all samples."""
+        if self._entries is None:
+            return int((self._lengths - 1).sum())
+        cut = self.table.lengths[self._entries] > self.max_length
+        whole = int(self.table.targets[self._entries[~cut]].sum())
+        return whole + sum(int((self[index][1][1:] != IGNORED).sum()) for index in np.flatnonzero(cut).tolist())
+
+    def check_vocabulary(self, vocabulary_rows: int) -> None:
+        """Every token id must have a row in the embedding.
+
+        Raises:
+            DataError: Naming the id, where it stands and the number of rows.
+        """
+        bad = np.flatnonzero(self.table.largest_id >= vocabulary_rows)
+        if len(bad):
+            entry = int(bad[0])
+            raise DataError(
+                f"{self.table.place(entry)}: token id {self.table.largest_id[entry]} is outside of the model's "
+                f"embedding, which has {vocabulary_rows} rows: the data belong to another tokenizer or model"
+            )
+
+
+def read_corpus(
+    paths: Sequence[str],
+    form: str,
+    *,
+    tokenizer: Any,
+    max_length: int,
+    vocabulary_rows: int,
+    assistant_only: bool = True,
+    separate: bool = False,
+    cache_dir: str | None = None,
+) -> Corpus:
+    """Reads and tokenizes a data set, or finds it in the cache.
+
+    Args:
+        paths: Files, directories or hub ids, read as one set.
+        form: ``auto`` or a format of INTERFACE.
+        tokenizer: Of the model, with its chat template; ``tokens`` needs none.
+        max_length: Longest sample.
         vocabulary_rows: Rows of the model's embedding.
+        assistant_only: Targets of chats are assistant turns alone.
+        separate: Documents of running text are samples of their own (for packing).
+        cache_dir: Default: ``megatrain_ray`` in the cache directory of `datasets`.
 
     Raises:
         DataError: A row that cannot be used, or none that can.
     """
-    first, rows = _peek(row for path in paths for row in read_rows(Path(path)))
-    if first is None:
-        raise DataError(f"{', '.join(paths)}: holds no rows; nothing to train on")
-    if form == "auto":
-        form = _detect(first)
-    if form == "tokens":
-        corpus = _tokens(rows, max_length, vocabulary_rows)
-    elif form == "text":
-        if tokenizer is None:
-            raise DataError("data.format text needs a tokenizer, and the model directory has none")
-        corpus = _running_text(rows, tokenizer, max_length, vocabulary_rows)
-    else:
-        raise DataError(f"data.format {form} is not supported; use text or tokens")
+    table = load_tokens(open_sources(paths), form, tokenizer, assistant_only=assistant_only, cache_dir=cache_dir)
+    corpus = Corpus(table, max_length, separate=separate)
+    corpus.check_vocabulary(vocabulary_rows)
     if not len(corpus):
-        raise DataError(
-            f"{', '.join(paths)}: no row has a target ({corpus.without_targets} rows without any): nothing to train on"
-        )
-    return corpus
-
-
-def _peek(rows: Iterable[Row]) -> tuple[Row | None, Iterator[Row]]:
-    iterator = iter(rows)
-    first = next(iterator, None)
-
-    def chained() -> Iterator[Row]:
-        if first is not None:
-            yield first
-        yield from iterator
-
-    return first, chained()
-
-
-def _detect(first: Row) -> str:
-    place, row = first
-    if "input_ids" in row:
-        return "tokens"
-    if "text" in row:
-        return "text"
-    raise DataError(
-        f"{place}: cannot tell the format from the fields {', '.join(map(repr, row)) or '(none)'}; expected "
-        "'input_ids' or 'text', or set data.format"
-    )
-
-
-def _tokens(rows: Iterable[Row], max_length: int, vocabulary_rows: int) -> Corpus:
-    corpus = Corpus()
-    for sample, (place, row) in enumerate(rows):
-        tokens = _integers(row, "input_ids", place)
-        _check_vocabulary(tokens, vocabulary_rows, place)
-        labels = tokens
-        if row.get("labels") is not None:
-            labels = _integers(row, "labels", place)
-            if len(labels) != len(tokens):
-                raise DataError(f"{place}: field 'labels' has {len(labels)} entries, 'input_ids' has {len(tokens)}")
-            _check_vocabulary(labels[labels != IGNORED], vocabulary_rows, place)
-        corpus.add(sample, tokens, labels, max_length)
-    return corpus
-
-
-def _integers(row: dict[str, Any], field: str, place: str) -> NDArray[np.int64]:
-    values = row.get(field)
-    whole = isinstance(values, list) and all(isinstance(value, int) and not isinstance(value, bool) for value in values)
-    if not whole:
-        raise DataError(f"{place}: field {field!r} must be a list of whole numbers")
-    return np.array(values, np.int64)
-
-
-def _check_vocabulary(tokens: NDArray[np.int64], vocabulary_rows: int, place: str) -> None:
-    bad = tokens[(tokens < 0) | (tokens >= vocabulary_rows)]
-    if len(bad):
-        raise DataError(
-            f"{place}: token id {bad[0]} is outside of the model's embedding, which has {vocabulary_rows} rows"
-        )
-
-
-def _running_text(rows: Iterable[Row], tokenizer: Any, max_length: int, vocabulary_rows: int) -> Corpus:
-    """Documents end to end, an end mark after each, cut into windows of ``max_length``."""
-    corpus = Corpus()
-    rest: list[int] = []
-    window = 0
-
-    def emit(tokens: list[int]) -> None:
-        nonlocal window
-        ids = np.array(tokens, np.int64)
-        corpus.add(window, ids, ids, max_length)
-        window += 1
-
-    for place, row in rows:
-        text = row.get("text")
-        if not isinstance(text, str):
-            raise DataError(f"{place}: field 'text' must be text, got {type(text).__name__}")
-        ids = list(tokenizer(text, verbose=False)["input_ids"])
-        _check_vocabulary(np.array(ids, np.int64), vocabulary_rows, place)
-        if tokenizer.eos_token_id is not None and ids and ids[-1] != tokenizer.eos_token_id:
-            ids.append(tokenizer.eos_token_id)
-        rest += ids
-        start = 0
-        while len(rest) - start >= max_length:
-            emit(rest[start : start + max_length])
-            start += max_length
-        rest = rest[start:]
-    if len(rest) > 1:
-        emit(rest)
+        reasons = "; ".join(map(str, corpus.dropped)) or "no text"
+        raise DataError(f"{', '.join(paths)}: none of the {corpus.num_rows} rows has a target: {reasons}")
     return corpus
