@@ -97,6 +97,22 @@ def plan(
 
 
 @app.command()
+def data(
+    config_path: ConfigPath,
+    samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
+    overrides: Overrides = None,
+) -> None:
+    """Shows what a run would train on: rendered samples with their targets, counts, lengths."""
+    from megatrain_ray.config import load_config
+    from megatrain_ray.data.preview import print_preview
+    from megatrain_ray.prepare import prepare_data
+
+    config = load_config(config_path, overrides or ())
+    training, evaluation = prepare_data(config)
+    print_preview(training, Console(), samples, evaluation)
+
+
+@app.command()
 def bench(
     config_path: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Default: a 97M Llama.")] = None,
     placement: Annotated[str, typer.Option(help="ram, nvme or auto; of the default model.")] = "auto",

@@ -95,7 +95,7 @@ class Trainer:
         self._learning_rate = self._make_schedule()
         self._fresh = checkpoint is None
         if self._data.corpus.without_targets:
-            tell(f"{self._data.corpus.without_targets} rows have no target and are left out")
+            tell(f"{self._data.corpus.without_targets} rows have no target and are left out (megatrain-ray data)")
 
     @property
     def device(self) -> str:
