@@ -97,6 +97,50 @@ def plan(
 
 
 @app.command()
+def data(
+    config_path: ConfigPath,
+    samples: Annotated[int, typer.Option(min=0, help="Samples to show.")] = 3,
+    overrides: Overrides = None,
+) -> None:
+    """Shows what a run would train on: rendered samples with their targets, counts, lengths."""
+    from megatrain_ray.config import load_config
+    from megatrain_ray.data.preview import print_preview
+    from megatrain_ray.prepare import prepare_data
+
+    config = load_config(config_path, overrides or ())
+    training, evaluation = prepare_data(config)
+    print_preview(training, Console(), samples, evaluation)
+
+
+@app.command()
+def bench(
+    config_path: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="Default: a 97M Llama.")] = None,
+    placement: Annotated[str, typer.Option(help="ram, nvme or auto; of the default model.")] = "auto",
+    rounds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+) -> None:
+    """Measures a step beside in-memory PyTorch and each tier beside its raw limit: ratios from one run."""
+    from megatrain_ray import bench as measure
+    from megatrain_ray.config import load_config
+
+    with measure.temporary_directory() as directory:
+        root = Path(directory)
+        config = load_config(config_path) if config_path else measure.default_config(root, placement=placement)
+        results = measure.bench_tiers(root, tell=_tell)
+        results += measure.bench_step(config, rounds=rounds, tell=_tell)
+    if as_json:
+        print(json.dumps([result.to_json() for result in results], indent=2))
+        return
+    table = Table("what", "ours", "peer", "ratio", "against")
+    for result in results:
+        unit = result.unit
+        table.add_row(
+            result.what, f"{result.ours:.2f} {unit}", f"{result.peer:.2f} {unit}", f"{result.ratio:.2f}", result.against
+        )
+    Console().print(table)
+
+
+@app.command()
 def export(
     checkpoint: Annotated[Path, typer.Argument(help="A checkpoint directory.")],
     out: Annotated[Path, typer.Argument(help="New directory, or an older export.")],

@@ -212,7 +212,8 @@ class _Attempt:
             wanted = [reference for reference in wanted if reference in self.in_flight]
             if not wanted:
                 return
-            first = self.schedule[self.in_flight[wanted[0]]]
+            # The earliest action in flight has all it needs: the others may wait for it.
+            first = self.schedule[min(self.in_flight.values())]
             self.pipeline.on_wait(first)
             if not ray.wait(wanted, num_returns=1, timeout=max(give_up_s - time.monotonic(), 0.0))[0]:
                 raise _TierDied(first, stalled=True)

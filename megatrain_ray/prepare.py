@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatrain_ray.checkpoint.describe import describe_saving
 from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.config import Config
-from megatrain_ray.data.corpus import Corpus, read_corpus
-from megatrain_ray.data.sampler import TrainingData
+from megatrain_ray.data.corpus import Corpus
+from megatrain_ray.data.packing_gate import check_packing
+from megatrain_ray.data.sampler import TrainingData, build_evaluation_corpus, build_training_data
 from megatrain_ray.errors import ModelError, PlanError
 from megatrain_ray.gate import check_equality
 from megatrain_ray.layout import LayerSpec
@@ -22,10 +23,11 @@ from megatrain_ray.machine import probe
 from megatrain_ray.model import StreamModel
 from megatrain_ray.planner import Plan, Workload, make_plan
 from megatrain_ray.run_directory import RunDirectory
+from megatrain_ray.shrink import shrink_config
 from megatrain_ray.skeleton import read_model_config
 from megatrain_ray.start import ModelRecipe, StartPoint
 
-__all__ = ["Prepared", "prepare"]
+__all__ = ["Prepared", "prepare", "prepare_data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +40,7 @@ class Prepared:
         device: ``cpu`` or ``cuda:N``.
         data: In optimizer steps.
         evaluation: Held-out corpus.
+        packed_masks: The model needs ready-made masks to tell packed samples apart.
         start: Where the layers come from.
         save_spec: What a checkpoint consists of.
         plan: Of the machine.
@@ -49,6 +52,7 @@ class Prepared:
     device: str
     data: TrainingData
     evaluation: Corpus | None
+    packed_masks: bool
     start: StartPoint
     save_spec: SaveSpec
     plan: Plan
@@ -94,7 +98,6 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
         trust_remote_code=wanted.trust_remote_code,
     )
     model.check_length(config.data.max_length)
-    vocabulary_rows = model.vocab_size
     random = wanted.init == "random" and checkpoint is None
     start = StartPoint(
         recipe=recipe,
@@ -105,27 +108,16 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
     source = start.open(model)
     dtype = _compute_dtype(config, model_config, device)
 
-    def corpus(path: str | tuple[str, ...]) -> Corpus:
-        paths = (path,) if isinstance(path, str) else path
-        return read_corpus(
-            paths,
-            config.data.format,
-            tokenizer=tokenizer,
-            max_length=config.data.max_length,
-            vocabulary_rows=vocabulary_rows,
-        )
-
-    pad = getattr(tokenizer, "pad_token_id", None)
-    data = TrainingData(corpus(config.data.path), config, pad if pad is not None else 0)
-    evaluation = corpus(config.data.eval_path) if config.data.eval_path is not None else None
+    data = build_training_data(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
+    evaluation = build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
     text: Any = model_config.get_text_config()
     workload = Workload(
-        row_tokens=int(data.corpus.lengths().max()),
+        row_tokens=data.max_row_tokens,
         rows=config.training.per_device_train_batch_size,
         micro_batches=config.training.gradient_accumulation_steps,
         hidden_size=text.hidden_size,
         intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        vocabulary_rows=vocabulary_rows,
+        vocabulary_rows=model.vocab_size,
     )
     plan = make_plan(
         config,
@@ -148,11 +140,39 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
         device=device,
         data=data,
         evaluation=evaluation,
+        packed_masks=config.data.packing and _needs_packed_masks(model, wanted.trust_remote_code),
         start=start,
         save_spec=save_spec,
         plan=plan,
         notes=(*model.warnings, *source.warnings, *save_spec.warnings),
     )
+
+
+def prepare_data(config: Config) -> tuple[TrainingData, Corpus | None]:
+    """The data part alone: what a run would train and evaluate on.
+
+    Raises:
+        InvalidInput: A row or the tokenizer cannot be used.
+    """
+    directory = _local_directory(config.model.name_or_path)
+    model_config: Any = read_model_config(str(directory), trust_remote_code=config.model.trust_remote_code)
+    tokenizer = _tokenizer(directory, config)
+    rows = model_config.get_text_config().vocab_size
+    return (
+        build_training_data(config, tokenizer=tokenizer, vocabulary_rows=rows),
+        build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=rows),
+    )
+
+
+def _needs_packed_masks(model: StreamModel, trust_remote_code: bool) -> bool:
+    """Tries packing on a small model of the same architecture."""
+    attention = model.config._attn_implementation
+    options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
+    small = shrink_config(model.config, narrow=True, **options)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        plain = AutoModelForCausalLM.from_config(small, dtype=torch.float32, **options).eval()
+        return check_packing(plain, name=type(model.module).__name__) == "masks"
 
 
 def _device(wanted: str) -> str:

@@ -55,6 +55,7 @@ def tier_builders(
             keep_graph=plan.shape.keep_graph,
             loss_chunk_tokens=plan.loss_chunk_tokens,
             label_smoothing=training.label_smoothing_factor,
+            needs_packed_masks=prepared.packed_masks,
         ),
     }
 

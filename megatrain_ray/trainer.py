@@ -95,7 +95,16 @@ class Trainer:
         self._learning_rate = self._make_schedule()
         self._fresh = checkpoint is None
         if self._data.corpus.without_targets:
-            tell(f"{self._data.corpus.without_targets} rows have no target and are left out")
+            tell(f"{self._data.corpus.without_targets} rows have no target and are left out (megatrain-ray data)")
+
+    @property
+    def device(self) -> str:
+        """``cpu`` or ``cuda:N``."""
+        return self._prepared.device
+
+    def step_batch(self, step: int) -> StepBatch:
+        """What a step trains on, from 1."""
+        return self._data.step_batch(step)
 
     # --- what people call -----------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatrain_ray.actors.device import Device
 from megatrain_ray.data.batches import StepBatch
+from megatrain_ray.data.packing_gate import packed_masks
 from megatrain_ray.layout import LAYER_ALIGN_NUMEL, LayerSpec
 from megatrain_ray.model import LayerGraph, MicroBatchTensors, Prologue, StreamModel, bind, target_rows
 from megatrain_ray.packed import GRADS, PackedLayer
@@ -96,6 +97,7 @@ class GpuWorker:
         keep_graph: The last so many decoder layers keep their graph instead of recomputing.
         loss_chunk_tokens: Target tokens whose logits exist at once.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
+        needs_packed_masks: Packed rows come with masks made here instead of ``position_ids`` alone.
         open_source: Opens what the run starts from; only an import calls it.
     """
 
@@ -105,6 +107,7 @@ class GpuWorker:
         device: Device,
         *,
         open_source: Callable[[], RunSource],
+        needs_packed_masks: bool = False,
         seed: int = 0,
         keep_graph: int = 0,
         loss_chunk_tokens: int = 1024,
@@ -117,6 +120,7 @@ class GpuWorker:
         self.label_smoothing = label_smoothing
         head = len(model.layers) - 1
         self._kept = range(head - keep_graph, head)
+        self.needs_packed_masks = needs_packed_masks
         self._open_source = open_source
         self._source: RunSource | None = None
         self._forget()
@@ -154,11 +158,11 @@ class GpuWorker:
         to_device = self.device.tensor
         for micro_batch in batch.micro_batches:
             mask, position_ids = micro_batch.attention_mask, micro_batch.position_ids
-            tensors = MicroBatchTensors(
-                to_device(micro_batch.input_ids),
-                None if mask is None else to_device(mask),
-                None if position_ids is None else to_device(position_ids),
-            )
+            masks: Any = None if mask is None else to_device(mask)
+            positions = None if position_ids is None else to_device(position_ids)
+            if positions is not None and self.needs_packed_masks:
+                masks = packed_masks(self.model.config, positions, self.model.dtype)
+            tensors = MicroBatchTensors(to_device(micro_batch.input_ids), masks, positions)
             rows, targets = target_rows(to_device(micro_batch.labels))
             self._micro_batches.append(_MicroBatch(tensors, rows, targets))
 

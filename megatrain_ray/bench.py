@@ -1,0 +1,272 @@
+"""Measures a step beside in-memory PyTorch, and each tier beside its raw limit, as ratios from one run.
+
+Machines are shared and noisy: both sides of each ratio are measured in turn, and medians are compared.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from megatrain_ray.config import Config
+from megatrain_ray.data.batches import StepBatch
+from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
+from megatrain_ray.layout import takes_weight_decay
+from megatrain_ray.trainer import Trainer
+
+__all__ = ["Comparison", "bench_step", "bench_tiers", "default_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two medians of one run.
+
+    Attributes:
+        what: Of what.
+        ours: Median.
+        peer: Median of what it is compared with.
+        unit: Of both.
+        against: What the peer is.
+    """
+
+    what: str
+    ours: float
+    peer: float
+    unit: str
+    against: str
+
+    @property
+    def ratio(self) -> float:
+        return self.ours / self.peer
+
+    def to_json(self) -> dict[str, Any]:
+        """With the ratio."""
+        return {**asdict(self), "ratio": self.ratio}
+
+
+def default_config(directory: Path, *, placement: str = "auto", tokens: int = 512) -> Config:
+    """A run of the 97M-parameter Llama (12 layers, hidden 768, 16,000 tokens, tied) on random tokens.
+
+    Args:
+        directory: Where model, data and output go.
+        placement: Of masters and moments.
+        tokens: In a step, as one row.
+    """
+    model = LlamaConfig(
+        num_hidden_layers=12,
+        hidden_size=768,
+        intermediate_size=2048,
+        num_attention_heads=12,
+        num_key_value_heads=12,
+        vocab_size=16000,
+        tie_word_embeddings=True,
+        architectures=["LlamaForCausalLM"],
+    )
+    model.save_pretrained(directory / "model")
+    generator = np.random.default_rng(0)
+    with (directory / "data.jsonl").open("w", encoding="utf-8") as file:
+        for _ in range(8):
+            file.write(json.dumps({"input_ids": generator.integers(3, 16000, tokens).tolist()}) + "\n")
+    return Config.from_mapping(
+        {
+            "model": {"name_or_path": str(directory / "model"), "init": "random", "dtype": "float32"},
+            "data": {"path": str(directory / "data.jsonl"), "max_length": tokens},
+            "training": {
+                "output_dir": str(directory / f"run-{placement}"),
+                "max_steps": 10_000,
+                "per_device_train_batch_size": 1,
+                "gradient_accumulation_steps": 1,
+                "save_steps": None,
+            },
+            "tiers": {"placement": placement},
+            "ray": {"dashboard": False},
+        }
+    )
+
+
+class _Plain:
+    """The same training in memory: transformers and torch.optim.AdamW, with gradient checkpointing or without."""
+
+    def __init__(self, config: Config, device: str) -> None:
+        self.device = device
+        self.model: Any = AutoModelForCausalLM.from_config(
+            LlamaConfig.from_pretrained(config.model.name_or_path), dtype=torch.float32
+        ).to(device)
+        self.model.train()
+        training = config.training
+        named = list(self.model.named_parameters())
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": [p for name, p in named if takes_weight_decay(name, tuple(p.shape)) is decays],
+                 "weight_decay": training.weight_decay * decays}
+                for decays in (True, False)
+            ],
+            lr=training.learning_rate,
+            fused=True,
+        )  # fmt: skip
+        self.max_grad_norm = training.max_grad_norm or float("inf")
+
+    def step(self, batch: StepBatch, *, checkpointing: bool) -> float:
+        """Takes a step; returns its seconds."""
+        if checkpointing:
+            self.model.gradient_checkpointing_enable()
+        else:
+            self.model.gradient_checkpointing_disable()
+        started_s = time.perf_counter()
+        for micro_batch in batch.micro_batches:
+            ids = torch.from_numpy(micro_batch.input_ids).to(self.device)
+            logits = self.model(input_ids=ids, use_cache=False).logits
+            loss = nn.functional.cross_entropy(
+                logits[:, :-1].float().flatten(0, 1), ids[:, 1:].flatten(), reduction="sum"
+            )
+            (loss / batch.target_tokens).backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), self.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.device != "cpu":
+            torch.cuda.synchronize()
+        return time.perf_counter() - started_s
+
+
+def bench_step(config: Config, *, rounds: int, tell: Callable[[str], None]) -> list[Comparison]:
+    """Steps through the actors and in memory, in turn.
+
+    Args:
+        config: Of the run; its model must be small enough for memory.
+        rounds: Steps of each kind that count; one more warms up.
+        tell: Called with progress.
+    """
+    with Trainer(config, overwrite=True) as trainer:
+        device = trainer.device
+        plain = _Plain(config, device)
+        seconds: dict[str, list[float]] = {"ours": [], "checkpointing": [], "plain": []}
+        steps = trainer.steps()
+        for index in range(rounds + 1):
+            record = next(steps)
+            batch = trainer.step_batch(record["step"])
+            measured = {
+                "ours": record["step_time_s"],
+                "checkpointing": plain.step(batch, checkpointing=True),
+                "plain": plain.step(batch, checkpointing=False),
+            }
+            if index:
+                for kind, value in measured.items():
+                    seconds[kind].append(value)
+            tell("  ".join(f"{kind} {value:.2f} s" for kind, value in measured.items()))
+    median = {kind: statistics.median(values) for kind, values in seconds.items()}
+    name = f"step, {config.tiers.placement}"
+    return [
+        Comparison(name, median["ours"], median["checkpointing"], "s", "in-memory PyTorch with gradient checkpointing"),
+        Comparison(name, median["ours"], median["plain"], "s", "in-memory PyTorch"),
+    ]
+
+
+def bench_tiers(directory: Path, *, tell: Callable[[str], None]) -> list[Comparison]:
+    """The store beside a raw loop of direct I/O, and AdamW beside a copy of the same memory."""
+    return [*_bench_store(directory, tell), _bench_optimizer(tell)]
+
+
+def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 3) -> list[Comparison]:
+    import asyncio
+
+    from megatrain_ray.actors.nvme_store import NvmeStore
+    from megatrain_ray.checkpoint.save_spec import SaveSpec
+    from megatrain_ray.layout import pack_layer
+    from megatrain_ray.packed import STATE, PackedLayer
+
+    spec = pack_layer(0, "embed", [("weight", (4096, 4096))])
+    data = aligned_empty(len(STATE) * spec.section_bytes("float32"))
+    data[:] = 7
+    nothing = SaveSpec((spec,), (), {}, {}, "float32", {}, False, ())
+    store = NvmeStore(directory, (spec,), output_dir=directory, save_spec=nothing)
+    policy = DirectPolicy(True)
+    speeds: dict[str, list[float]] = {"write": [], "read": [], "raw write": [], "raw read": []}
+
+    def raw(write: bool) -> None:
+        with BlockFile(directory / "raw", write=write, policy=policy) as file:
+            move = file.write_from if write else file.read_into
+            for start in range(0, data.nbytes, BLOCK_BYTES):
+                move(data[start : start + BLOCK_BYTES].data, start)
+
+    async def measure() -> None:
+        for step in range(rounds + 1):
+            actions: dict[str, Any] = {
+                "write": lambda step=step: store.write(0, PackedLayer(0, step, "float32", STATE, data)),
+                "raw write": lambda: asyncio.to_thread(raw, True),
+                "read": lambda: store.read(0),
+                "raw read": lambda: asyncio.to_thread(raw, False),
+            }
+            for name, action in actions.items():
+                started_s = time.perf_counter()
+                await action()
+                if step:
+                    speeds[name].append(data.nbytes / (time.perf_counter() - started_s) / 1e9)
+            tell(f"store: round {step}")
+
+    asyncio.run(measure())
+    median = {name: statistics.median(values) for name, values in speeds.items()}
+    return [
+        Comparison(
+            f"store {kind}", median[kind], median[f"raw {kind}"], "GB/s", "a plain loop of direct I/O, 8 MiB blocks"
+        )
+        for kind in ("write", "read")
+    ]
+
+
+def _bench_optimizer(tell: Callable[[str], None], numel: int = 1 << 24, rounds: int = 5) -> Comparison:
+    from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
+    from megatrain_ray.layout import pack_layer
+    from megatrain_ray.packed import GRADS, MASTER, PackedLayer
+
+    spec = pack_layer(0, "embed", [("weight", (numel // 4096, 4096))])
+    descriptor = os.memfd_create("bench")
+    os.ftruncate(descriptor, arena_bytes((spec,), (0,)))
+    threads = max(torch.get_num_threads() // 2, 1)  # as in a run on the CPU, whose worker needs the others
+    optimizer = CpuOptimizer(
+        (spec,),
+        AdamWConfig((0.9, 0.999), 1e-8, 0.01),
+        compute_dtype="float32",
+        resident=(0,),
+        arena_path=f"/proc/self/fd/{descriptor}",
+        num_threads=threads,
+    )
+    values = torch.randn(numel)
+    data = values.view(torch.uint8).numpy()
+    optimizer.keep(0, PackedLayer(0, 0, "float32", MASTER, data))
+    torch.set_num_threads(threads)
+    param = values.clone().requires_grad_()
+    param.grad = values.clone()
+    peer = torch.optim.AdamW([param], fused=True)
+    ours, theirs = [], []
+    for step in range(1, rounds + 2):
+        started_s = time.perf_counter()
+        optimizer.update(0, Hyper(step, 1e-4, 0.5), PackedLayer(0, step, "float32", GRADS, data))
+        middle_s = time.perf_counter()
+        peer.step()
+        if step > 1:
+            ours.append(numel / (middle_s - started_s) / 1e9)
+            theirs.append(numel / (time.perf_counter() - middle_s) / 1e9)
+    os.close(descriptor)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    tell("optimizer: measured")
+    return Comparison(
+        "AdamW with undo journal", statistics.median(ours), statistics.median(theirs), "G params/s",
+        "torch.optim.AdamW(fused=True)",
+    )  # fmt: skip
+
+
+def temporary_directory() -> tempfile.TemporaryDirectory[str]:
+    """On the disk of the working directory: /tmp may be memory."""
+    return tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".bench-")
