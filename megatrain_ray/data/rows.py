@@ -17,7 +17,7 @@ _READERS = {".jsonl": "jsonl", ".json": "json", ".parquet": "parquet", ".txt": "
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _SPACE = re.compile(r"\s*")
 
-TXT_PIECE_CHARS = 1 << 20
+TXT_PIECE_CHARS = 1 << 18
 """A longer .txt file is read in pieces, cut at line ends, so that a corpus larger than memory works."""
 
 

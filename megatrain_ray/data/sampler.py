@@ -14,7 +14,7 @@ from megatrain_ray.data.batches import MicroBatch, StepBatch, make_micro_batch, 
 from megatrain_ray.data.corpus import Corpus, read_corpus
 from megatrain_ray.data.packing import pack
 
-__all__ = ["TrainingData", "build_evaluation_corpus", "build_training_data", "evaluation_batches"]
+__all__ = ["TrainingData", "build_evaluation_corpus", "build_training_data", "evaluation_batches", "padding_token"]
 
 Ints = NDArray[np.int64]
 
@@ -147,7 +147,7 @@ def build_training_data(
         DataError: A row that cannot be used, or none that can.
     """
     corpus = _corpus(config, config.data.paths, tokenizer, vocabulary_rows, cache_dir)
-    return TrainingData(corpus, config, _pad_token_id(tokenizer), tokenizer)
+    return TrainingData(corpus, config, padding_token(tokenizer, vocabulary_rows), tokenizer)
 
 
 def build_evaluation_corpus(
@@ -175,9 +175,10 @@ def _corpus(
     )
 
 
-def _pad_token_id(tokenizer: Any) -> int:
+def padding_token(tokenizer: Any, vocabulary_rows: int) -> int:
+    """What to pad with; 0 where the tokenizer has nothing, or a token that was added without a row in the embedding."""
     pad = getattr(tokenizer, "pad_token_id", None)
-    return 0 if pad is None else int(pad)
+    return int(pad) if pad is not None and pad < vocabulary_rows else 0
 
 
 def evaluation_batches(corpus: Corpus, batch_size: int, pad_token_id: int = 0) -> Iterator[StepBatch]:

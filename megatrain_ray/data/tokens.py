@@ -18,6 +18,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import track
 
 from megatrain_ray.data.chat import ChatTemplate
 from megatrain_ray.data.encode import ChatEncoder, TextEncoder, entry_of
@@ -42,7 +44,8 @@ _BATCH_CHARS = 8 << 20
 """Limits of what is read before it is written."""
 
 _ROWS_PER_PROCESS = 1000
-"""Fewer rows are not worth another process."""
+_BYTES_PER_PROCESS = 32 << 20
+"""Fewer rows and fewer bytes are not worth another process."""
 
 _QUIET_BYTES = 4 << 20
 """Smaller data show no progress bar: they are there at once."""
@@ -99,10 +102,8 @@ class TokenTable:
 
     def problems(self) -> dict[str, Ints]:
         """Entries that were left out, by reason."""
-        import pyarrow.compute as compute
-
         column = self._table.column("problem")
-        entries = np.flatnonzero(compute.not_equal(column, "").to_numpy())
+        entries = np.flatnonzero(np.concatenate([np.empty(0), *(_text_lengths(chunk) for chunk in column.chunks)]))
         reasons: dict[str, list[int]] = {}
         for entry in entries:
             reasons.setdefault(column[int(entry)].as_py(), []).append(int(entry))
@@ -113,11 +114,9 @@ class _FlatColumn:
     """A column of lists as one stream of numbers, without a copy."""
 
     def __init__(self, column: Any) -> None:
-        import pyarrow.compute as compute
-
         chunks = [chunk for chunk in column.chunks if len(chunk)]
         self._values = [chunk.flatten().to_numpy() for chunk in chunks]
-        lengths = [compute.list_value_length(chunk).to_numpy() for chunk in chunks]
+        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in chunks]
         self.offsets: Ints = np.concatenate([[0], np.cumsum(np.concatenate([[0], *lengths]).astype(np.int64))[1:]])
         self._chunk_starts = np.cumsum([0, *map(len, self._values)])
 
@@ -133,6 +132,12 @@ class _FlatColumn:
             chunk += 1
         joined = pieces[0] if len(pieces) == 1 else np.concatenate([np.empty(0, np.int32), *pieces])
         return joined.astype(np.int64)
+
+
+def _text_lengths(chunk: Any) -> NDArray[np.int32]:
+    """Bytes of each text of an Arrow array, without looking at the texts."""
+    offsets = np.frombuffer(chunk.buffers()[1], np.int32)
+    return np.diff(offsets[chunk.offset : chunk.offset + len(chunk) + 1])
 
 
 def load_tokens(
@@ -176,7 +181,7 @@ def load_tokens(
     entry = _cache_root(cache_dir) / key
     if not entry.is_dir():
         _build(entry, sources, forms, kind, encode, quiet=_size(sources) < _QUIET_BYTES)
-    return TokenTable(_open_tables(sorted(entry.glob("*.arrow"))), sources, kind)
+    return TokenTable(_open_tables(entry), sources, kind)
 
 
 def _form_of(source: Source, form: str) -> str | None:
@@ -193,9 +198,10 @@ def _form_of(source: Source, form: str) -> str | None:
 def _cache_root(cache_dir: str | None) -> Path:
     if cache_dir is not None:
         return Path(cache_dir)
-    import datasets
+    from huggingface_hub.constants import HF_HOME
 
-    return Path(datasets.config.HF_DATASETS_CACHE) / "megatrain_ray"
+    # As `datasets` has it, which takes long to import when everything is in the cache.
+    return Path(os.environ.get("HF_DATASETS_CACHE") or Path(HF_HOME) / "datasets").expanduser() / "megatrain_ray"
 
 
 def _size(sources: Sequence[Source]) -> int:
@@ -226,14 +232,14 @@ def _build(
             f"{entry.parent}: cannot keep tokens there: {error}; set HF_DATASETS_CACHE to a writable directory"
         ) from error
     try:
-        with _progress(quiet):
-            if kind == "tokens":
-                _write(partial / "tokens.arrow", _token_rows(sources), quiet)
-            else:
-                raw = partial / "rows.raw"
-                _write(raw, _raw_rows(sources, forms, kind), quiet)
+        if kind == "tokens":
+            _write(partial / "tokens.arrow", _token_rows(sources), quiet)
+        else:
+            raw = partial / "rows.raw"
+            _write(raw, _raw_rows(sources, forms, kind), quiet)
+            with _progress(quiet):
                 _tokenize(raw, partial / "tokens.arrow", encode)
-                raw.unlink()
+            raw.unlink()
         # Another process may have been faster: its entry is the same.
         with contextlib.suppress(OSError):
             partial.rename(entry)
@@ -306,7 +312,6 @@ _RAW_COLUMNS = ("row", "source", "number", "text", "first", "last", "problem")
 
 def _write(path: Path, rows: Iterator[dict[str, Any]], quiet: bool) -> None:
     """Streams rows into an Arrow file; memory holds one batch."""
-    import datasets
     import pyarrow as pa
 
     schema = _schema(_RAW_COLUMNS if path.suffix == ".raw" else _TOKEN_COLUMNS)
@@ -318,7 +323,7 @@ def _write(path: Path, rows: Iterator[dict[str, Any]], quiet: bool) -> None:
             columns = [pa.array([row[field.name] for row in batch], field.type) for field in schema]
             writer.write_batch(pa.record_batch(columns, schema=schema))
 
-        for row in datasets.utils.tqdm(rows, desc="Reading", unit=" rows", disable=quiet):
+        for row in track(rows, "Reading rows", console=Console(stderr=True), disable=quiet):
             batch.append(row)
             size += len(row["text"]) if "text" in row else 8 * len(row["input_ids"])
             if len(batch) == _BATCH_ROWS or size > _BATCH_CHARS:
@@ -328,23 +333,28 @@ def _write(path: Path, rows: Iterator[dict[str, Any]], quiet: bool) -> None:
             flush()
 
 
-def _open_tables(paths: Sequence[Path]) -> Any:
+def _open_tables(entry: Path) -> Any:
     import pyarrow as pa
 
-    return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(path))).read_all() for path in paths])
+    files = sorted(entry.glob("*.arrow"))
+    try:
+        return pa.concat_tables([pa.ipc.open_stream(pa.memory_map(str(file))).read_all() for file in files])
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{entry}: the cached tokens cannot be read: {error}; delete this directory") from error
 
 
 def _tokenize(raw: Path, out: Path, encode: Any) -> None:
     import datasets
 
     rows = datasets.Dataset.from_file(str(raw))
-    processes = min(len(os.sched_getaffinity(0)), len(rows) // _ROWS_PER_PROCESS)
+    worth = max(len(rows) // _ROWS_PER_PROCESS, min(len(rows), rows.data.nbytes // _BYTES_PER_PROCESS))
+    processes = min(len(os.sched_getaffinity(0)), worth)
     parallel = processes > 1
     try:
         rows.map(
             encode,
             batched=True,
-            batch_size=100,
+            batch_size=max(1, min(100, _BATCH_CHARS * len(rows) // (8 * rows.data.nbytes))),
             remove_columns=["text", "first", "last"],
             features=datasets.Features.from_arrow_schema(_schema(_TOKEN_COLUMNS)),
             cache_file_name=str(out),

@@ -239,6 +239,15 @@ def test_a_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
         load(path, tokenizer)
 
 
+def test_a_damaged_cache_is_named(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a" * 5000}])
+    load(path, tokenizer)
+    (file,) = (tmp_path / "cache").glob("*/*.arrow")
+    file.write_bytes(file.read_bytes()[:3000])
+    with pytest.raises(DataError, match=r"the cached tokens cannot be read: .*; delete this directory"):
+        load(path, tokenizer)
+
+
 def test_several_processes_give_the_same_tokens(
     tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from megatrain_ray.data.batches import IGNORED, make_micro_batch
-from megatrain_ray.data.sampler import TrainingData
-from tests.data.makers import load, write_jsonl
+from megatrain_ray.data.sampler import TrainingData, padding_token
+from tests.data.makers import byte_tokenizer, load, write_jsonl
 
 LENGTHS = [5, 17, 9, 30, 2, 12, 21, 8, 26, 3, 14, 19, 7, 11]
 
@@ -77,6 +77,14 @@ def test_padding_is_masked_and_no_target(tmp_path: Path) -> None:
     assert {array.dtype for array in (batch.input_ids, batch.labels, batch.attention_mask)} == {np.dtype(np.int64)}
     same = np.array([3, 4])
     assert make_micro_batch([(same, same), (same, same)]).attention_mask is None
+
+
+def test_padding_is_a_token_that_the_model_has() -> None:
+    tokenizer = byte_tokenizer(pad="<|end|>")
+    assert tokenizer.pad_token_id == 7
+    assert padding_token(tokenizer, 8) == 7
+    assert padding_token(tokenizer, 7) == 0, "a pad token that was added without a row in the embedding"
+    assert padding_token(None, 8) == 0
 
 
 def test_packed_batches_hold_the_samples_that_they_name(tmp_path: Path) -> None:
