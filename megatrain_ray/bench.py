@@ -182,15 +182,13 @@ def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 3) 
     import asyncio
 
     from megatrain_ray.actors.nvme_store import NvmeStore
-    from megatrain_ray.checkpoint.save_spec import SaveSpec
     from megatrain_ray.layout import pack_layer
     from megatrain_ray.packed import STATE, PackedLayer
 
     spec = pack_layer(0, "embed", [("weight", (4096, 4096))])
     data = aligned_empty(len(STATE) * spec.section_bytes("float32"))
     data[:] = 7
-    nothing = SaveSpec((spec,), (), {}, {}, "float32", {}, False, ())
-    store = NvmeStore(directory, (spec,), output_dir=directory, save_spec=nothing)
+    store = NvmeStore(directory, (spec,), output_dir=directory)
     policy = DirectPolicy(True)
     speeds: dict[str, list[float]] = {"write": [], "read": [], "raw write": [], "raw read": []}
 

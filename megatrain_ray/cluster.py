@@ -19,7 +19,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from megatrain_ray.errors import ActorLostError, StalledError
+from megatrain_ray.errors import ActorLostError, PlanError, StalledError
 from megatrain_ray.packed import PackedLayer
 from megatrain_ray.schedule import Tier
 
@@ -125,6 +125,9 @@ class Cluster:
         address: Of a running Ray, or None: ``RAY_ADDRESS`` if set (as under ``ray job submit``), else an own instance.
         object_store_bytes: Size of an own instance's object store; required of one that is attached to.
         dashboard: Whether an own instance has the dashboard, on the loopback interface.
+
+    Raises:
+        PlanError: The Ray that is attached to has a smaller object store.
     """
 
     def __init__(self, *, address: str | None, object_store_bytes: int, dashboard: bool) -> None:
@@ -137,6 +140,12 @@ class Cluster:
         self.owns_ray = address is None
         if address is not None:
             ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+            size = int(ray.cluster_resources().get("object_store_memory", 0))
+            if size < object_store_bytes:
+                raise PlanError(
+                    f"the Ray at {address} has an object store of {size} bytes, this run needs {object_store_bytes}: "
+                    f"start Ray with --object-store-memory {object_store_bytes} or more"
+                )
             return
         ray.init(
             num_cpus=1,  # no task of ours asks for one; Ray starts an idle process for each

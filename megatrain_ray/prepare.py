@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from megatrain_ray.checkpoint.describe import describe_saving
 from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.config import Config
+from megatrain_ray.data.chat import resolve_chat_template
 from megatrain_ray.data.corpus import Corpus
 from megatrain_ray.data.packing_gate import check_packing
 from megatrain_ray.data.sampler import TrainingData, build_evaluation_corpus, build_training_data
@@ -167,6 +168,11 @@ def prepare_data(config: Config) -> tuple[TrainingData, Corpus | None]:
 def _needs_packed_masks(model: StreamModel, trust_remote_code: bool) -> bool:
     """Tries packing on a small model of the same architecture."""
     attention = model.config._attn_implementation
+    if "flash" in attention:
+        raise ModelError(
+            f"data.packing with attn_implementation {attention}: transformers keeps packed samples apart in one row "
+            "only; use sdpa"
+        )
     options: dict[str, Any] = {"attn_implementation": attention, "trust_remote_code": trust_remote_code}
     small = shrink_config(model.config, narrow=True, **options)
     with torch.random.fork_rng(devices=[]):
@@ -214,10 +220,8 @@ def _tokenizer(directory: Path, config: Config) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(directory), trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(f"{directory}: the tokenizer cannot be loaded: {str(error).splitlines()[0]}") from error
-    template = config.data.chat_template
-    if template is not None:
-        is_file = len(template) < 4096 and Path(template).is_file()
-        tokenizer.chat_template = Path(template).read_text(encoding="utf-8-sig") if is_file else template
+    if config.data.chat_template is not None:
+        tokenizer.chat_template = resolve_chat_template(config.data.chat_template)
     return tokenizer
 
 

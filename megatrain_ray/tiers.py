@@ -29,7 +29,6 @@ def tier_builders(
             store_dir,
             prepared.layers,
             output_dir=output_dir,
-            save_spec=prepared.save_spec,
             keep=training.save_total_limit,
             direct_io=config.tiers.direct_io,
         ),

@@ -94,8 +94,8 @@ class Trainer:
         self.total_steps = self._data.total_steps
         self._learning_rate = self._make_schedule()
         self._fresh = checkpoint is None
-        if self._data.corpus.without_targets:
-            tell(f"{self._data.corpus.without_targets} rows have no target and are left out (megatrain-ray data)")
+        for dropped in self._data.corpus.dropped:
+            tell(f"left out: {dropped}")
 
     @property
     def device(self) -> str:
@@ -375,7 +375,8 @@ class Trainer:
     def _begin_save(self) -> None:
         assert self._cluster is not None
         self._saving = self.step
-        self._cluster.ask(Tier.STORE, "begin_save", self.step, deadline_s=self.config.tiers.deadline_s)
+        deadline_s = self.config.tiers.deadline_s
+        self._cluster.ask(Tier.STORE, "begin_save", self.step, self._prepared.save_spec, deadline_s=deadline_s)
 
     def _finish_save(self) -> None:
         assert self._cluster is not None and self._saving is not None

@@ -77,7 +77,6 @@ class NvmeStore:
         directory: Exists, locked by the run.
         layers: The stream.
         output_dir: Where checkpoints go.
-        save_spec: What a checkpoint consists of.
         keep: Checkpoints to keep; None: all.
         direct_io: Try O_DIRECT.
     """
@@ -88,14 +87,12 @@ class NvmeStore:
         layers: Sequence[LayerSpec],
         *,
         output_dir: Path,
-        save_spec: SaveSpec,
         keep: int | None = None,
         direct_io: bool = True,
     ) -> None:
         self.directory = directory
         self.layers = tuple(layers)
         self.output_dir = output_dir
-        self.save_spec = save_spec
         self.keep = keep
         self._writers: dict[int, CheckpointWriter] = {}
         self._policy = DirectPolicy(direct_io)
@@ -143,11 +140,9 @@ class NvmeStore:
         spec = self.layers[layer]
         return await self._write(spec, _grads_key(spec), f"{spec.name}.grads.safetensors", packed)
 
-    async def begin_save(self, number: int) -> None:
-        """Starts checkpoint ``number``; a half-written one of that number is gone."""
-        self._writers = {
-            number: await asyncio.to_thread(CheckpointWriter, str(self.output_dir), number, self.save_spec)
-        }
+    async def begin_save(self, number: int, save_spec: SaveSpec) -> None:
+        """Starts checkpoint ``number``, which consists of ``save_spec``; a half-written one of that number is gone."""
+        self._writers = {number: await asyncio.to_thread(CheckpointWriter, str(self.output_dir), number, save_spec)}
 
     async def save(self, layer: int, number: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer into checkpoint ``number``."""

@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Starts Ray on one workstation, on the loopback interface only.
+# Usage: ray_configs/start.sh [OBJECT_STORE_BYTES]      (`megatrain-ray plan CONFIG --json` prints object_store_bytes)
+set -euo pipefail
+object_store_bytes=${1:-4000000000}
+# Token authentication: Ray makes a token in the home directory at the first start; the job command sends it (submit.sh).
+export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
+if [ "$RAY_AUTH_MODE" = token ] && [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; then
+  ray get-auth-token --generate >/dev/null
+fi
+# The plan keeps memory in bounds; Ray's monitor, which kills processes, is only the last resort.
+export RAY_memory_usage_threshold=${RAY_memory_usage_threshold:-0.98}
+exec ray start --head --node-ip-address 127.0.0.1 --port "${RAY_PORT:-6379}" \
+  --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT:-8265}" \
+  --num-cpus 2 --object-store-memory "$object_store_bytes" --disable-usage-stats ${RAY_START_OPTIONS:-}
