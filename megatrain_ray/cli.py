@@ -155,11 +155,10 @@ def export(
 def main() -> None:
     """The console script."""
     try:
-        app(standalone_mode=False)
+        status = app(standalone_mode=False)  # an Exit raised by a command comes back as its status
+        _end(status if isinstance(status, int) else 0)
     except MegatrainError as error:
         _end(error.exit_status, str(error))
-    except typer.Exit as error:
-        _end(error.exit_code)
     except typer.Abort:
         _end(130)
     except KeyboardInterrupt:

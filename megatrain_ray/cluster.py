@@ -11,8 +11,9 @@ import contextlib
 import inspect
 import os
 import signal
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,24 +140,27 @@ class Cluster:
         address = address or os.environ.get("RAY_ADDRESS")
         self.owns_ray = address is None
         if address is not None:
-            ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-            size = int(ray.cluster_resources().get("object_store_memory", 0))
+            with _own_signals():
+                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            size = int(resources.get("object_store_memory", 0))
             if size < object_store_bytes:
                 raise PlanError(
                     f"the Ray at {address} has an object store of {size} bytes, this run needs {object_store_bytes}: "
                     f"start Ray with --object-store-memory {object_store_bytes} or more"
                 )
             return
-        ray.init(
-            num_cpus=1,  # no task of ours asks for one; Ray starts an idle process for each
-            object_store_memory=max(object_store_bytes, 80 << 20),
-            include_dashboard=dashboard,
-            dashboard_host="127.0.0.1",
-            namespace=NAMESPACE,
-            log_to_driver=False,
-            configure_logging=False,
-            _node_ip_address="127.0.0.1",
-        )
+        with _own_signals():
+            ray.init(
+                num_cpus=1,  # no task of ours asks for one; Ray starts an idle process for each
+                object_store_memory=max(object_store_bytes, 80 << 20),
+                include_dashboard=dashboard,
+                dashboard_host="127.0.0.1",
+                namespace=NAMESPACE,
+                log_to_driver=False,
+                configure_logging=False,
+                _node_ip_address="127.0.0.1",
+            )
 
     def start(self, run: str, specs: Mapping[Tier, TierSpec]) -> None:
         """Makes the actors and waits until each has built its tier.
@@ -243,6 +247,16 @@ class Cluster:
         if self.owns_ray:
             ray.shutdown()
             self.owns_ray = False
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Keeps this process's handlers: Ray would replace the one of SIGTERM by its own, which aborts."""
+    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def _cause(error: RayTaskError) -> BaseException:
