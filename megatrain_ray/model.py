@@ -19,10 +19,10 @@ from transformers import PreTrainedConfig
 
 from megatrain_ray.errors import ModelError
 from megatrain_ray.forward import LayerCall, MicroBatchTensors, PiecewiseForward
-from megatrain_ray.layout import LayerSpec, decoder_layer_name, pack_layer
+from megatrain_ray.layout import decoder_layer_name, pack_layer
 from megatrain_ray.skeleton import DTYPES, Skeleton, build_skeleton, read_model_config, text_config
 
-__all__ = ["GradSink", "LayerGraph", "MicroBatchTensors", "Prologue", "StreamModel", "bind", "target_rows"]
+__all__ = ["GradSink", "LayerGraph", "MicroBatchTensors", "Prologue", "StreamModel", "target_rows"]
 
 GradSink = Callable[[str, Tensor], None]
 """Takes a full parameter name and a gradient in compute dtype as soon as it is ready. Add it up in fp32: the head calls
@@ -400,16 +400,6 @@ class StreamModel:
     def _zeros(self, shape: tuple[int, ...]) -> Tensor:
         """Zeros that take the memory of one element: a parameter whose value does not matter."""
         return torch.zeros((), dtype=self._dtype, device=self.device).expand(shape)
-
-
-def bind(spec: LayerSpec, flat: Tensor) -> dict[str, Tensor]:
-    """Views of a layer's flat buffer, full names to shaped tensors.
-
-    Args:
-        spec: The layer.
-        flat: One-dimensional, ``spec.numel`` elements, any dtype and device.
-    """
-    return {tensor.name: flat[tensor.offset : tensor.end].view(tensor.shape) for tensor in spec.tensors}
 
 
 def target_rows(labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,6 +25,11 @@ def as_tensor(data: NDArray[np.uint8], dtype: torch.dtype) -> Tensor:
     return torch.frombuffer(alias, dtype=dtype)
 
 
-def named_views(flat: Tensor, spec: LayerSpec) -> dict[str, Tensor]:
-    """Views of a layer's flat buffer [numel] by full parameter name, in the parameters' shapes."""
+def bind(spec: LayerSpec, flat: Tensor) -> dict[str, Tensor]:
+    """Views of a layer's flat buffer, full names to shaped tensors.
+
+    Args:
+        spec: The layer.
+        flat: One-dimensional, ``spec.numel`` elements, any dtype and device.
+    """
     return {tensor.name: flat[tensor.offset : tensor.end].view(tensor.shape) for tensor in spec.tensors}

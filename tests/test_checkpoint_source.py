@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 from megatrain_ray.checkpoint.random_init import RandomSource
 from megatrain_ray.checkpoint.source import LayerSource, open_source
 from megatrain_ray.errors import ModelError
-from megatrain_ray.model import StreamModel, bind
+from megatrain_ray.model import StreamModel
+from megatrain_ray.tensors import bind
 from tests.models import FAMILIES, attn_implementation, awkward_llama, plain_model
 
 

@@ -25,8 +25,9 @@ from transformers import (
 from megatrain_ray.errors import ModelError
 from megatrain_ray.gate import LabelledBatch, plain_gradients, streamed_gradients, uneven_batches
 from megatrain_ray.layout import pack_layer
-from megatrain_ray.model import MicroBatchTensors, StreamModel, bind, target_rows
+from megatrain_ray.model import MicroBatchTensors, StreamModel, target_rows
 from megatrain_ray.skeleton import Skeleton, causal_lm
+from megatrain_ray.tensors import bind
 from tests.models import FAMILIES, NEEDS_EAGER, TINY, attn_implementation, awkward_llama, plain_model
 
 Gradients = dict[str, Tensor]

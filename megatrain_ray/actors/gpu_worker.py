@@ -20,9 +20,10 @@ from megatrain_ray.actors.device import Device
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.packing_gate import packed_masks
 from megatrain_ray.layout import LAYER_ALIGN_NUMEL, LayerSpec
-from megatrain_ray.model import LayerGraph, MicroBatchTensors, Prologue, StreamModel, bind, target_rows
+from megatrain_ray.model import LayerGraph, MicroBatchTensors, Prologue, StreamModel, target_rows
 from megatrain_ray.packed import GRADS, PackedLayer
 from megatrain_ray.start import RunSource
+from megatrain_ray.tensors import bind
 
 __all__ = ["GpuWorker", "GradInfo"]
 

@@ -23,7 +23,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from megatrain_ray.checkpoint.safetensors_file import StoredTensor
 from megatrain_ray.checkpoint.save_spec import SavedLayer
 from megatrain_ray.errors import ModelError
-from megatrain_ray.model import StreamModel, bind
+from megatrain_ray.model import StreamModel
+from megatrain_ray.tensors import bind
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.model import StreamModel, bind
+from megatrain_ray.model import StreamModel
+from megatrain_ray.tensors import bind
 
 
 class RandomSource:

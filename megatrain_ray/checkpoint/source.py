@@ -16,7 +16,8 @@ from megatrain_ray.checkpoint.safetensors_file import BLOCK_BYTES
 from megatrain_ray.checkpoint.weights import TORCH_DTYPES, WeightFiles, open_weight_files
 from megatrain_ray.errors import ModelError
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.model import StreamModel, bind
+from megatrain_ray.model import StreamModel
+from megatrain_ray.tensors import bind
 
 LEFTOVERS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"\.attention\.(masked_)?bias$")
 """Tensors of old checkpoints that transformers has long computed instead of loading: no warning for them."""

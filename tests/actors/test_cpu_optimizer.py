@@ -16,7 +16,7 @@ from megatrain_ray.actors import cpu_optimizer
 from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
 from megatrain_ray.layout import LayerSpec, pack_layer
 from megatrain_ray.packed import GRADS, MASTER, STATE, PackedLayer
-from megatrain_ray.tensors import as_tensor, named_views
+from megatrain_ray.tensors import as_tensor, bind
 
 ADAMW = AdamWConfig((0.9, 0.95), 1e-8, 0.1)
 LAYERS = (
@@ -49,7 +49,7 @@ def flat(spec: LayerSpec, seed: int) -> Tensor:
     """Random values in the tensors, zero in the padding."""
     values = torch.zeros(spec.numel)
     generator = torch.Generator().manual_seed(seed)
-    for view in named_views(values, spec).values():
+    for view in bind(spec, values).values():
         view.copy_(torch.randn(view.shape, generator=generator))
     return values
 
@@ -75,7 +75,7 @@ def hyper(step: int) -> Hyper:
 
 def reference(spec: LayerSpec, steps: int) -> list[dict[str, Tensor]]:
     """What torch.optim.AdamW makes of the same gradients: masters after each step, by name."""
-    params = {name: view.clone().requires_grad_() for name, view in named_views(flat(spec, spec.index), spec).items()}
+    params = {name: view.clone().requires_grad_() for name, view in bind(spec, flat(spec, spec.index)).items()}
     groups = [
         {"params": [params[t.name] for t in spec.tensors if t.decay is decay], "weight_decay": 0.1 * decay}
         for decay in (True, False)
@@ -83,7 +83,7 @@ def reference(spec: LayerSpec, steps: int) -> list[dict[str, Tensor]]:
     optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=ADAMW.betas, eps=ADAMW.eps)
     masters = []
     for step in range(1, steps + 1):
-        gradient = named_views(flat(spec, 1000 * step + spec.index), spec)
+        gradient = bind(spec, flat(spec, 1000 * step + spec.index))
         for group in optimizer.param_groups:
             group["lr"] = hyper(step).learning_rate
         for name, param in params.items():
@@ -94,7 +94,7 @@ def reference(spec: LayerSpec, steps: int) -> list[dict[str, Tensor]]:
 
 
 def assert_close(data: NDArray[np.uint8], spec: LayerSpec, expected: dict[str, Tensor]) -> None:
-    for name, view in named_views(as_tensor(data, torch.float32), spec).items():
+    for name, view in bind(spec, as_tensor(data, torch.float32)).items():
         torch.testing.assert_close(view, expected[name], rtol=1e-6, atol=1e-7)
 
 
@@ -131,7 +131,7 @@ def test_padding_stays_zero(arena: str) -> None:
     optimizer.keep(spec.index, packed(spec, 0, MASTER, flat(spec, 1)))
     optimizer.update(1, hyper(1), grads(spec, 1))
     values = as_tensor(optimizer.snapshot(1).section("master"), torch.float32).clone()
-    for view in named_views(values, spec).values():
+    for view in bind(spec, values).values():
         view.zero_()
     assert not values.any()
 
