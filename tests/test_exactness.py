@@ -22,7 +22,7 @@ MakeConfig = Callable[..., Any]
 KEY_BIAS = re.compile(r"(k_proj|c_attn|query_key_value)\.bias$")
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "llama-awkward"])
+@pytest.mark.parametrize("family", [*(f for f in FAMILIES if f != "glm4_moe"), "llama-awkward"])
 def test_every_family_equals_plain_pytorch(family: str, model_dir: ModelDir, make_config: MakeConfig) -> None:
     config = make_config(model_dir(family))
     with Trainer(config) as trainer:
