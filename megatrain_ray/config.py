@@ -6,15 +6,16 @@ YAML is composed into nodes first, so that each key knows its line; then pydanti
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from megatrain_ray.errors import ConfigError
 
@@ -35,55 +36,102 @@ for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 
 
-def parse_bytes(value: Any) -> Any:
-    """``8GiB``, ``500 MB`` or a number of bytes, as bytes; anything else is left for the type check."""
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*([\d.]+)\s*([A-Za-z]*)\s*", value)):
-        unit = _UNITS.get(match[2].upper())
-        if unit is not None:
-            return int(float(match[1]) * unit)
-    return value
+def parse_bytes(value: Any) -> int:
+    """``8GiB``, ``500 MB`` or a number of bytes, as bytes.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    match = None if isinstance(value, bool) else re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
+    size = int(float(match[1]) * _UNITS.get(match[2].upper(), 0)) if match else 0
+    if size == 0:
+        raise ValueError("expected a size above 0, such as 8GiB")
+    return size
 
 
 def _number(value: Any) -> Any:
     """YAML 1.1 reads ``1e-5`` as text; people mean a number. Booleans are not numbers."""
-    if isinstance(value, bool):
-        raise ValueError("a number is expected, not true or false")
     if isinstance(value, str):
-        try:
+        with contextlib.suppress(ValueError):
             return float(value)
-        except ValueError:
-            raise ValueError(f"a number is expected, not the text {value!r}") from None
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError("expected a number")
     return value
 
 
 def _whole(value: Any) -> Any:
     value = _number(value)
-    if isinstance(value, float):
-        if not value.is_integer():
-            raise ValueError(f"a whole number is expected, not {value:g}")
-        return int(value)
+    if isinstance(value, float) and not value.is_integer():
+        raise ValueError("expected a whole number")
+    return int(value)
+
+
+def _device(value: str) -> str:
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+        raise ValueError("expected auto, cpu, cuda or cuda:N")
     return value
 
 
+def _warmup(value: float) -> float:
+    if value >= 1 and not float(value).is_integer():
+        raise ValueError("expected a whole number of steps, or a share of all steps below 1")
+    return value
+
+
+def _scheduler(value: str) -> str:
+    if value not in SCHEDULERS:
+        raise ValueError(f"expected one of {', '.join(SCHEDULERS)}{_suggestion(value, SCHEDULERS)}")
+    return value
+
+
+def _scheduler_kwargs(values: Any) -> Any:
+    """Numbers, as everywhere; only ``warmup_type`` and ``decay_type`` are words."""
+    if not isinstance(values, Mapping):
+        return values
+    return {key: value if str(key).endswith("_type") else _number(value) for key, value in values.items()}
+
+
+def _one_or_more(value: Any) -> Any:
+    return (value,) if isinstance(value, str) else value
+
+
+SCHEDULERS: Mapping[str, tuple[str, ...]] = {
+    "constant": (),
+    "constant_with_warmup": (),
+    "cosine": ("num_cycles",),
+    "cosine_with_restarts": ("num_cycles",),
+    "cosine_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("num_cycles", "min_lr", "min_lr_rate", "warmup_lr_rate"),
+    "inverse_sqrt": ("timescale",),
+    "linear": (),
+    "polynomial": ("lr_end", "power"),
+    "warmup_stable_decay": (
+        "num_decay_steps",
+        "num_stable_steps",
+        "warmup_type",
+        "decay_type",
+        "min_lr_ratio",
+        "num_cycles",
+    ),
+}
+"""Names of `transformers.get_scheduler` that depend on the step alone, and what ``lr_scheduler_kwargs`` may hold.
+
+Written out, because importing transformers takes seconds; a test compares them with the library's signatures.
+"""
+_NEEDED_KWARGS = {
+    "cosine_with_min_lr": ("min_lr", "min_lr_rate"),
+    "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"),
+    "warmup_stable_decay": ("num_decay_steps",),
+}
+"""Exactly one of these must be given."""
+
+Text = Annotated[str, Field(min_length=1)]
+Flag = Annotated[bool, Field(strict=True)]
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Whole = Annotated[int, BeforeValidator(_whole)]
-Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(gt=0)]
-AutoBytes = Literal["auto"] | Bytes
+AutoBytes = Literal["auto"] | Annotated[int, BeforeValidator(parse_bytes)]
 AutoWhole = Literal["auto"] | Annotated[Whole, Field(ge=0)]
-
-SCHEDULERS = (
-    "constant",
-    "constant_with_warmup",
-    "cosine",
-    "cosine_with_restarts",
-    "cosine_with_min_lr",
-    "cosine_warmup_with_min_lr",
-    "inverse_sqrt",
-    "linear",
-    "polynomial",
-    "warmup_stable_decay",
-)
-"""Names of `transformers.get_scheduler` that depend on the step alone."""
+Paths = Text | Annotated[tuple[Text, ...], Field(min_length=1)]
 
 
 class _Section(BaseModel):
@@ -93,34 +141,34 @@ class _Section(BaseModel):
 class ModelConfig(_Section):
     """What is trained."""
 
-    name_or_path: str
+    name_or_path: Text
     """Directory with config.json, *.safetensors and tokenizer, or a hub id."""
     init: Literal["pretrained", "random"] = "pretrained"
     """``random`` needs config.json alone."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Compute dtype; ``auto``: the checkpoint's on a GPU, float32 on a CPU. Masters and moments are always float32."""
-    attn_implementation: str = "sdpa"
+    attn_implementation: Text = "sdpa"
     """As in transformers; one that the model refuses becomes ``eager``, and that is said."""
-    trust_remote_code: bool = False
+    trust_remote_code: Flag = False
     """Run Python code that the model directory brings."""
 
 
 class DataConfig(_Section):
     """What it is trained on."""
 
-    path: str | tuple[str, ...]
+    path: Paths
     """File, list of files, or hub id; .json .jsonl .parquet .txt."""
     format: Literal["auto", "text", "alpaca", "sharegpt", "messages", "tokens"] = "auto"
     """What a row looks like."""
-    eval_path: str | tuple[str, ...] | None = None
+    eval_path: Paths | None = None
     """Held-out data, in the same format."""
     max_length: Annotated[Whole, Field(ge=2)] = 1024
     """Longest row, in tokens."""
-    packing: bool = False
+    packing: Flag = False
     """Several samples a row, no attention across them."""
-    assistant_only_loss: bool = True
+    assistant_only_loss: Flag = True
     """Chat formats: targets are every assistant turn with its end marker."""
-    chat_template: str | None = None
+    chat_template: Text | None = None
     """Jinja template, or a file that holds one; overrides the tokenizer's."""
 
     @property
@@ -131,7 +179,7 @@ class DataConfig(_Section):
 class TrainingConfig(_Section):
     """How it is trained; names and meanings of transformers.TrainingArguments."""
 
-    output_dir: str
+    output_dir: Text
     """Where the run's files go."""
     max_steps: Annotated[Whole, Field(ge=1)] | None = None
     """Optimizer steps; wins over ``num_train_epochs``."""
@@ -143,11 +191,11 @@ class TrainingConfig(_Section):
     """Micro-batches in one optimizer step."""
     learning_rate: Annotated[Number, Field(ge=0)] = 1e-5
     """Peak learning rate."""
-    lr_scheduler_type: Literal[SCHEDULERS] = "cosine"  # type: ignore[valid-type]
+    lr_scheduler_type: Annotated[str, AfterValidator(_scheduler)] = "cosine"
     """As `transformers.get_scheduler`."""
-    lr_scheduler_kwargs: dict[str, Any] = Field(default_factory=dict)
+    lr_scheduler_kwargs: Annotated[dict[str, Any], BeforeValidator(_scheduler_kwargs)] = Field(default_factory=dict)
     """Further arguments of the scheduler."""
-    warmup_steps: Annotated[Number, Field(ge=0)] = 10
+    warmup_steps: Annotated[Number, Field(ge=0), AfterValidator(_warmup)] = 10
     """Steps of linear warm-up; a fraction below 1 is a share of all steps."""
     weight_decay: Annotated[Number, Field(ge=0)] = 0.01
     """Never on norms, biases and other 1-D parameters."""
@@ -169,22 +217,14 @@ class TrainingConfig(_Section):
     """Steps between evaluations on ``data.eval_path``."""
     logging_steps: Annotated[Whole, Field(ge=1)] = 1
     """Steps between lines on the terminal and in trackers; metrics.jsonl has every step."""
-    report_to: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    report_to: Annotated[tuple[Literal["tensorboard", "wandb"], ...], BeforeValidator(_one_or_more)] = ()
     """Trackers."""
-    shuffle: bool = True
+    shuffle: Flag = True
     """Deterministic per epoch."""
-    group_by_length: bool = False
+    group_by_length: Flag = False
     """Rows of similar length together: less padding."""
-    seed: Whole = 0
+    seed: Annotated[Whole, Field(ge=0, lt=2**32)] = 0
     """Of shuffling, random initialization and dropout."""
-
-    @model_validator(mode="after")
-    def _check(self) -> TrainingConfig:
-        if self.warmup_steps >= 1 and not float(self.warmup_steps).is_integer():
-            raise ValueError(
-                f"warmup_steps: a whole number, or a fraction below 1, is expected, not {self.warmup_steps:g}"
-            )
-        return self
 
     def warmup(self, total_steps: int) -> int:
         """Warm-up in steps."""
@@ -194,9 +234,9 @@ class TrainingConfig(_Section):
 class TiersConfig(_Section):
     """Where things live."""
 
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: Annotated[str, AfterValidator(_device)] = "auto"
     """``cuda:0`` or ``cpu``; ``auto``: the GPU if there is one."""
-    nvme_dir: str | None = None
+    nvme_dir: Text | None = None
     """The store; default: output_dir/store."""
     placement: Literal["auto", "ram", "nvme"] = "auto"
     """Where masters and moments live."""
@@ -212,7 +252,7 @@ class TiersConfig(_Section):
     """Decoder layers that recompute in backward; the last ones keep their graph when memory allows."""
     loss_chunk_tokens: Literal["auto"] | Annotated[Whole, Field(ge=1)] = "auto"
     """Target tokens whose logits exist at once."""
-    direct_io: bool = True
+    direct_io: Flag = True
     """O_DIRECT where the file system takes it."""
     deadline_s: Annotated[Number, Field(gt=0)] = 600.0
     """Longest wait for one action of an actor."""
@@ -221,9 +261,9 @@ class TiersConfig(_Section):
 class RayConfig(_Section):
     """Which Ray."""
 
-    address: str | None = None
+    address: Text | None = None
     """null: RAY_ADDRESS if set (as under `ray job submit`), else a local instance of its own."""
-    dashboard: bool = True
+    dashboard: Flag = True
     """Dashboard of a local instance, on the loopback interface."""
 
 
@@ -238,8 +278,21 @@ class Config(_Section):
 
     @model_validator(mode="after")
     def _check(self) -> Config:
-        if self.training.eval_steps is not None and self.data.eval_path is None:
-            raise ValueError("training.eval_steps needs data.eval_path")
+        """Keys that must agree. Each message starts with the key whose line it is shown with."""
+        training = self.training
+        if training.eval_steps is not None and self.data.eval_path is None:
+            raise ValueError("training.eval_steps: needs data.eval_path; add it, or remove eval_steps")
+        kind, given = training.lr_scheduler_type, training.lr_scheduler_kwargs
+        for name in given:
+            if name not in SCHEDULERS[kind]:
+                known = ", ".join(SCHEDULERS[kind]) or "nothing"
+                raise ValueError(f"training.lr_scheduler_kwargs: {kind} takes {known}; got {name!r}")
+        needed = _NEEDED_KWARGS.get(kind, ())
+        if needed and sum(name in given for name in needed) != 1:
+            raise ValueError(
+                f"training.lr_scheduler_type: {kind} needs {' or '.join(needed)}, and one only, in "
+                f"lr_scheduler_kwargs; got {given}"
+            )
         return self
 
     @classmethod
@@ -264,6 +317,18 @@ _SECTIONS: dict[str, type[_Section]] = {
     "ray": RayConfig,
 }
 
+_ELSEWHERE = {
+    "bf16": "model.dtype: bfloat16",
+    "fp16": "model.dtype: bfloat16 (float16 is not offered: its range needs loss scaling)",
+    "cutoff_len": "data.max_length",
+    "epochs": "training.num_train_epochs",
+    "gradient_checkpointing": "tiers.recompute",
+    "lr": "training.learning_rate",
+    "batch_size": "training.per_device_train_batch_size",
+    "warmup_ratio": "training.warmup_steps, as a fraction below 1",
+}
+"""What people bring from other tools, and what it is called here."""
+
 _Lines = dict[tuple[str, ...], str]
 """Where each key stands: ``file:line``, or ``--set``."""
 
@@ -281,55 +346,82 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot read the configuration: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{path}: expected UTF-8 text, got byte {error.object[error.start]:#x} at {error.start}"
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read the configuration: {error.strerror or error}") from None
     lines: _Lines = {}
-    try:
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        values = _mapping(root, (), str(path), lines) if root is not None else {}
-    except yaml.MarkedYAMLError as error:
-        line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem or error.context}") from error
+    values = _read(text, lambda line: f"{path}:{line}", (), lines)
+    values = {} if values is None else values
     for override in overrides:
         _override(values, override, lines)
     return _validate(values, lines, str(path))
 
 
-def _mapping(node: yaml.Node, at: tuple[str, ...], path: str, lines: _Lines) -> Any:
+def _read(text: str, where: Callable[[int], str], at: tuple[str, ...], lines: _Lines) -> Any:
+    """YAML text as plain values.
+
+    Args:
+        text: One document.
+        where: Shows a line number, from 1.
+        at: Key that the document is the value of.
+        lines: Gets the place of every key.
+    """
+    try:
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+        return None if root is None else _plain(root, where, at, lines)
+    except yaml.MarkedYAMLError as error:
+        line = error.problem_mark.line + 1 if error.problem_mark else 1
+        raise ConfigError(f"{where(line)}: not valid YAML: {error.problem or error.context}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{where(line)}: not valid YAML: character {error.character:#x} is not text") from None
+    except RecursionError:
+        raise ConfigError(f"{where(1)}: nested too deeply, or an alias (*name) that contains itself") from None
+
+
+def _plain(node: yaml.Node, where: Callable[[int], str], at: tuple[str, ...], lines: _Lines) -> Any:
     """A node as plain values; records the line of every key, refuses repeated ones."""
+    here = where(node.start_mark.line + 1)
     if isinstance(node, yaml.MappingNode):
         values: dict[str, Any] = {}
         for key_node, value_node in node.value:
-            key = str(key_node.value)
-            where = f"{path}:{key_node.start_mark.line + 1}"
-            if key in values:
-                raise ConfigError(f"{where}: {'.'.join((*at, key))} is repeated; keep one of the two")
-            lines[(*at, key)] = where
-            values[key] = _mapping(value_node, (*at, key), path, lines)
+            here = where(key_node.start_mark.line + 1)
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise ConfigError(f"{here}: expected a name as key, got a list or a mapping")
+            key = (*at, str(key_node.value))
+            if key[-1] in values:
+                raise ConfigError(f"{here}: {'.'.join(key)} is repeated (first: {lines[key]}); keep one of the two")
+            lines[key] = here
+            values[key[-1]] = _plain(value_node, where, key, lines)
         return values
     if isinstance(node, yaml.SequenceNode):
-        return [_mapping(item, at, path, lines) for item in node.value]
-    constructor = yaml.constructor.SafeConstructor()
-    return constructor.construct_object(node, deep=True)
+        return [_plain(item, where, at, lines) for item in node.value]
+    try:
+        return yaml.constructor.SafeConstructor().construct_object(node)
+    except ValueError as error:  # text that looks like a date or a number, and is none
+        raise ConfigError(
+            f"{here}: {'.'.join(at)}: {error}; got {node.value!r}: put it in quotes if it is text"
+        ) from None
 
 
 def _override(values: Any, override: str, lines: _Lines) -> None:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
-    if not equals or not dot or "." in name:
-        raise ConfigError(f"--set {override}: expected section.key=value, such as training.learning_rate=1e-4")
     where = f"--set {override}"
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: the value is not valid YAML") from error
-    if not isinstance(values, dict):
-        return
+    if not equals or not dot or "." in name:
+        raise ConfigError(f"{where}: expected section.key=value, such as training.learning_rate=1e-4")
     if section not in _SECTIONS:
-        raise ConfigError(f"{where}: unknown section {section!r}{_suggestion(section, _SECTIONS)}")
-    target = values.get(section)
-    values[section] = {**target, name: value} if isinstance(target, dict) else {name: value}
-    lines[(section, name)] = where
+        raise ConfigError(f"{where}: unknown section {section!r}{_hint(section, _SECTIONS)}")
+    value = _read(text, lambda _: where, (section, name), lines)
+    target = values.get(section) if isinstance(values, dict) else values
+    if target is None:
+        target = values[section] = {}
+    if isinstance(target, dict):  # anything else is an error of the file, found next
+        target[name] = value
+        lines[(section, name)] = where
 
 
 def _suggestion(key: str, known: Iterable[str]) -> str:
@@ -337,49 +429,69 @@ def _suggestion(key: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
+def _hint(key: str, known: Iterable[str]) -> str:
+    """What an unknown key may have been meant to be."""
+    if key in _ELSEWHERE:
+        return f"; here it is {_ELSEWHERE[key]}"
+    homes = [name for name, model in _SECTIONS.items() if key in model.model_fields]
+    return f"; it belongs into section {homes[0]}" if homes else _suggestion(key, known) or "; remove it"
+
+
 def _validate(values: Any, lines: _Lines, source: str) -> Config:
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{source}:1: expected sections ({', '.join(_SECTIONS)}), got {type(values).__name__}")
+        raise ConfigError(f"{source}:1: expected sections ({', '.join(_SECTIONS)}), got {values!r}")
     for section, content in values.items():
         where = lines.get((section,), source)
         if section not in _SECTIONS:
-            homes = [name for name, model in _SECTIONS.items() if section in model.model_fields]
-            hint = f"; it belongs into section {homes[0]}" if homes else _suggestion(section, _SECTIONS)
-            raise ConfigError(f"{where}: unknown section {section!r}{hint}")
-        if not isinstance(content, Mapping):
-            raise ConfigError(f"{where}: section {section!r} must hold keys, got {content!r}")
+            raise ConfigError(f"{where}: unknown section {section!r}{_hint(section, _SECTIONS)}")
+        if content is not None and not isinstance(content, Mapping):
+            raise ConfigError(f"{where}: section {section}: expected keys, got {content!r}")
         fields = _SECTIONS[section].model_fields
-        for key in content:
-            if key in fields:
-                continue
-            where = lines.get((section, key), source)
-            homes = [name for name, model in _SECTIONS.items() if key in model.model_fields]
-            hint = f"; it belongs into section {homes[0]}" if homes else _suggestion(key, fields)
-            raise ConfigError(f"{where}: unknown key {section}.{key}{hint}")
+        for key in content or ():
+            if key not in fields:
+                where = lines.get((section, key), source)
+                raise ConfigError(f"{where}: unknown key {section}.{key}{_hint(key, fields)}")
+    filled = {section: {} if content is None else content for section, content in values.items()}
+    filled = {name: {} for name in ("model", "data", "training")} | filled
     try:
-        return Config.model_validate(values)
+        return Config.model_validate(filled)
     except ValidationError as error:
-        raise ConfigError(_explain(error, values, lines, source)) from None
+        raise ConfigError(_explain(error, filled, lines, source)) from None
+
+
+_WORDS = {
+    "Value error, ": "",
+    "Input should be ": "expected ",
+    "a valid boolean": "true or false",
+    "a valid dictionary": "a mapping",
+    "a valid tuple": "a list",
+    "a valid string": "text",
+    "a valid number": "a number",
+    "String should have at least 1 character": "expected text that is not empty",
+    "Tuple should have at least 1 item after validation, not 0": "expected a list that is not empty",
+}
+"""Pydantic's words, and ours."""
 
 
 def _explain(error: ValidationError, values: Mapping[str, Any], lines: _Lines, source: str) -> str:
-    first = error.errors(include_url=False)[0]
-    place = [str(part) for part in first["loc"] if isinstance(part, str)]
-    key = tuple(place[:2])
-    where = lines.get(key) or lines.get(key[:1]) or source
-    message = first["msg"].removeprefix("Value error, ")
-    if first["type"] == "missing":
-        return f"{where}: {'.'.join(key)} is missing; add it"
-    if not key:
-        return f"{where}: {message}"
-    got: Any = values
-    for part in key:
-        got = got.get(part) if isinstance(got, Mapping) else got
-    if len(key) == 1:
-        return f"{where}: {key[0]}: {message}"
-    expected = sorted({problem["msg"].removeprefix("Value error, ") for problem in error.errors()
-                       if tuple(problem["loc"][:2]) == key})  # fmt: skip
-    return f"{where}: {'.'.join(key)}: {' or '.join(expected)}; got {got!r}"
+    """The first problem: place, key, expected, got."""
+    problems = error.errors(include_url=False)
+    section, key = ([*(str(part) for part in problems[0]["loc"][:2]), "", ""])[:2]
+    messages = []
+    for problem in problems:
+        message = problem["msg"]
+        for theirs, ours in _WORDS.items():
+            message = message.replace(theirs, ours)
+        if problem["loc"][:2] == problems[0]["loc"][:2] and message not in messages:
+            messages.append(message)
+    if not section:  # keys that do not agree
+        section, _, key = messages[0].partition(":")[0].partition(".")
+        return f"{lines.get((section, key)) or lines.get((section,), source)}: {messages[0]}"
+    where = lines.get((section, key)) or lines.get((section,), source)
+    if problems[0]["type"] == "missing":
+        return f"{where}: {section}.{key} is missing; add it"
+    expected = " or ".join([messages[0], *(message.removeprefix("expected ") for message in messages[1:])])
+    return f"{where}: {section}.{key}: {expected}; got {values[section][key]!r}"
 
 
 _FREE: Mapping[str, Sequence[str]] = {
