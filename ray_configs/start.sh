@@ -7,9 +7,16 @@ object_store_bytes=${1:-4000000000}
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
 if [ "$RAY_AUTH_MODE" = token ] && [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; then
   ray get-auth-token --generate >/dev/null
+  chmod 600 "$HOME/.ray/auth_token" # Ray leaves it readable to all
 fi
+# Every socket on 127.0.0.1. Ray replaces a loopback node address by the host's own and then listens on all interfaces,
+# metrics included; with this switch, which Ray has for laptops, it does not.
+export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
+# `ray job stop` sends SIGTERM and, this many seconds later (Ray's own value is 3), SIGKILL: time for a step and a save.
+export RAY_JOB_STOP_WAIT_TIME_S=${RAY_JOB_STOP_WAIT_TIME_S:-600}
 # The plan keeps memory in bounds; Ray's monitor, which kills processes, is only the last resort.
 export RAY_memory_usage_threshold=${RAY_memory_usage_threshold:-0.98}
+cd "$HOME" # Ray's dashboard imports from its working directory: not from a project
 exec ray start --head --node-ip-address 127.0.0.1 --port "${RAY_PORT:-6379}" \
   --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT:-8265}" \
   --num-cpus 2 --object-store-memory "$object_store_bytes" --disable-usage-stats ${RAY_START_OPTIONS:-}
