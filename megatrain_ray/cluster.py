@@ -17,6 +17,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+# Ray replaces a loopback node address by the host's own and then listens on all interfaces; with this switch, which it
+# has for laptops and reads when it is imported, it does not.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 

@@ -80,10 +80,13 @@ class RunDirectory:
             raise RunDirectoryError(f"{error.filename or self.path}: cannot be used: {error.strerror}") from error
 
     def release(self) -> None:
-        """Gives up the lock."""
+        """Gives up the lock; a run that was refused leaves no empty directories."""
         if self._locked:
             (self.store / LOCK).unlink(missing_ok=True)
             self._locked = False
+            with contextlib.suppress(OSError):  # not empty: the run has begun
+                self.store.rmdir()
+                self.path.rmdir()
 
     def _lock(self) -> None:
         lock = self.store / LOCK

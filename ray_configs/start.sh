@@ -5,9 +5,10 @@ set -euo pipefail
 object_store_bytes=${1:-4000000000}
 # Token authentication: Ray makes a token in the home directory at the first start; the job command sends it (submit.sh).
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}
-if [ "$RAY_AUTH_MODE" = token ] && [ ! -s "${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}" ]; then
+token_file=${RAY_AUTH_TOKEN_PATH:-$HOME/.ray/auth_token}
+if [ "$RAY_AUTH_MODE" = token ] && [ ! -s "$token_file" ]; then
   ray get-auth-token --generate >/dev/null
-  chmod 600 "$HOME/.ray/auth_token" # Ray leaves it readable to all
+  chmod 600 "$token_file" # Ray leaves it readable to all
 fi
 # Every socket on 127.0.0.1. Ray replaces a loopback node address by the host's own and then listens on all interfaces,
 # metrics included; with this switch, which Ray has for laptops, it does not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ModelDir = Callable[[str], Path]
@@ -55,7 +57,7 @@ def test_bad_input_exits_2_with_the_cause_last(config_path: Path, override: str,
     status, _, err = run("train", str(config_path), "--set", override, cwd=config_path.parent)
     assert status == 2, err
     assert cause in err.strip().splitlines()[-1]
-    assert not list((config_path.parent / "run").glob("checkpoint-*"))
+    assert not (config_path.parent / "run").exists()
 
 
 def test_a_token_beyond_the_embedding_is_refused(config_path: Path) -> None:
@@ -64,6 +66,25 @@ def test_a_token_beyond_the_embedding_is_refused(config_path: Path) -> None:
     status, _, err = run("train", str(config_path), "--set", f"data.path={bad}", cwd=config_path.parent)
     assert status == 2
     assert "100000" in err and "97" in err and "bad.jsonl" in err
+
+
+@pytest.mark.ray
+def test_a_local_run_listens_on_the_loopback_interface_only(config_path: Path) -> None:
+    process = start("train", str(config_path), "--set", "training.max_steps=100000", cwd=config_path.parent)
+    metrics = config_path.parent / "run" / "metrics.jsonl"
+    for _ in range(600):
+        time.sleep(0.2)
+        if metrics.exists():
+            break
+    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    listening = []
+    for member in family:
+        with contextlib.suppress(psutil.Error):
+            listening += [c.laddr for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=120)
+    assert listening
+    assert {address.ip for address in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
 
 
 @pytest.mark.ray
