@@ -28,6 +28,9 @@ RAY_BYTES = 700 << 20
 LOGITS_BYTES = 256 << 20
 """What the logits of one chunk may take, their gradient and copies included."""
 
+SPILL_SHARE = 0.8
+"""Beyond this share of its object store Ray starts to spill objects to disk, long before it is full."""
+
 SPARE_SHARE = 0.9
 """Share of the available memory that a plan may use."""
 
@@ -201,7 +204,7 @@ def _place(
         loss_chunk_tokens=chunk,
         worker_threads=machine.cores if on_cpu else max(machine.cores // 4, 1),
         optimizer_threads=max(machine.cores // 2, 1),
-        object_store_bytes=wanted if wanted != "auto" else object_store + object_store // 16 + (96 << 20),
+        object_store_bytes=wanted if wanted != "auto" else int(object_store / SPILL_SHARE) + (96 << 20),
         peak_bytes=peak,
         store_bytes=store_bytes,
         checkpoint_bytes=sum(state_bytes.values()),

@@ -11,6 +11,7 @@ from typing import Any
 
 import psutil
 
+from megatrain_ray.actors.nvme_store import is_store_file
 from megatrain_ray.checkpoint.directory import list_checkpoints, remove_debris, remove_tree
 from megatrain_ray.errors import RunDirectoryError
 
@@ -46,6 +47,7 @@ class RunDirectory:
         self.store = store or path / "store"
         self.metrics = path / "metrics.jsonl"
         self._locked = False
+        self._made: list[Path] = []
 
     @property
     def name(self) -> str:
@@ -67,6 +69,7 @@ class RunDirectory:
                 "training.output_dir"
             )
         try:
+            self._made = [path for path in (self.store, self.path) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self.store.mkdir(parents=True, exist_ok=True)
             self._lock()
@@ -74,7 +77,7 @@ class RunDirectory:
                 self._clear()
             remove_debris(self.path)
             for entry in self.store.iterdir():  # a store is disposable: the run's state is in its checkpoints
-                if entry.name != LOCK:
+                if is_store_file(entry.name):
                     entry.unlink()
         except OSError as error:
             raise RunDirectoryError(f"{error.filename or self.path}: cannot be used: {error.strerror}") from error
@@ -85,8 +88,8 @@ class RunDirectory:
             (self.store / LOCK).unlink(missing_ok=True)
             self._locked = False
             with contextlib.suppress(OSError):  # not empty: the run has begun
-                self.store.rmdir()
-                self.path.rmdir()
+                for path in self._made:
+                    path.rmdir()
 
     def _lock(self) -> None:
         lock = self.store / LOCK

@@ -30,6 +30,8 @@ def tier_builders(
             prepared.layers,
             output_dir=output_dir,
             keep=training.save_total_limit,
+            # Updates as gradients arrive: a replayed step starts from the state before its first attempt.
+            generations=1 if plan.shape.deferred else 2,
             direct_io=config.tiers.direct_io,
         ),
         Tier.OPTIMIZER: partial(

@@ -129,6 +129,8 @@ def test_a_non_finite_norm_never_reaches_the_masters(model_dir: ModelDir, make_c
 
 def test_two_runs_on_one_store_and_a_stale_lock(model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path) -> None:
     store = tmp_path / "shared"
+    store.mkdir()
+    (store / "model.safetensors").write_text("somebody's")
     first = Trainer(make_config(model_dir("llama"), tiers__nvme_dir=str(store)))
     with pytest.raises(RunDirectoryError, match=f"in use by process {os.getpid()}"):
         Trainer(make_config(model_dir("llama"), tiers__nvme_dir=str(store), training__output_dir=str(tmp_path / "b")))
@@ -137,3 +139,4 @@ def test_two_runs_on_one_store_and_a_stale_lock(model_dir: ModelDir, make_config
     (store / ".lock").write_text(json.dumps({**lock, "started_s": lock["started_s"] - 100}))
     Trainer(make_config(model_dir("llama"), tiers__nvme_dir=str(store))).shutdown()
     assert not (store / ".lock").exists()
+    assert (store / "model.safetensors").read_text() == "somebody's"

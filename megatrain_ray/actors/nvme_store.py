@@ -1,21 +1,25 @@
 """The disk tier: one safetensors file a layer and generation, checked on every read.
 
 A layer's file holds exactly the bytes of its `PackedLayer`, after a header padded to a block, so that transfers go
-straight between file and buffer. State alternates between two generations: a write goes to the one that is not
-current, then the manifest makes it current. A process that dies in the middle leaves the other generation. The store
-survives the death of processes, not of the machine (checkpoints do): nothing is flushed here.
+straight between file and buffer. A write never touches a file that the manifest names: it goes to a spare one, then
+the manifest makes that the layer's newest, and what nobody needs any more becomes a spare. A process that dies in the
+middle leaves the state before. The store survives the death of processes, not of the machine (checkpoints do): nothing
+is flushed here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import json
 import math
+import os
+import re
 import shutil
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -35,9 +39,10 @@ from megatrain_ray.errors import StoreError
 from megatrain_ray.layout import LayerSpec, align_up
 from megatrain_ray.packed import GRADS, MASTER, STATE, PackedLayer
 
-__all__ = ["NvmeStore", "WriteReceipt"]
+__all__ = ["NvmeStore", "WriteReceipt", "is_store_file"]
 
 MANIFEST = "manifest.json"
+_FILE = re.compile(r"(embed|head|layer-\d+)(\.grads)?\.\d+\.safetensors|\.?manifest\.json(\.partial)?")
 _TRANSFERS = 4
 """Transfers under way at once: enough for a drive's queue, few enough to bound staging memory."""
 
@@ -78,6 +83,7 @@ class NvmeStore:
         layers: The stream.
         output_dir: Where checkpoints go.
         keep: Checkpoints to keep; None: all.
+        generations: Newest states of a layer to keep: 2 when a replay may ask for the one before the newest.
         direct_io: Try O_DIRECT.
     """
 
@@ -88,9 +94,11 @@ class NvmeStore:
         *,
         output_dir: Path,
         keep: int | None = None,
+        generations: int = 2,
         direct_io: bool = True,
     ) -> None:
         self.directory = directory
+        self.generations = generations
         self.layers = tuple(layers)
         self.output_dir = output_dir
         self.keep = keep
@@ -108,6 +116,10 @@ class NvmeStore:
         if manifest.exists():
             for name, versions in json.loads(manifest.read_text(encoding="utf-8")).items():
                 self._versions[name] = [_Version(**version) for version in versions]
+        named = {version.file for versions in self._versions.values() for version in versions}
+        self._writing: set[str] = set()
+        files = {path.name for path in directory.glob("*.safetensors") if is_store_file(path.name)}
+        self._spares = files - named
 
     # --- what the schedule calls ------------------------------------------------------------------------------------
 
@@ -131,14 +143,12 @@ class NvmeStore:
         versions = self._versions.setdefault(spec.name, [])
         if any(version.step == packed.step and set(version.sections) == set(packed.sections) for version in versions):
             return WriteReceipt(layer, packed.step, 0)
-        current = max(versions, key=lambda version: version.step, default=None)
-        generation = 1 if current is not None and current.file == f"{spec.name}.0.safetensors" else 0
-        return await self._write(spec, spec.name, f"{spec.name}.{generation}.safetensors", packed)
+        return await self._write(spec, spec.name, packed, keep=self.generations)
 
     async def write_grads(self, layer: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer's gradients."""
         spec = self.layers[layer]
-        return await self._write(spec, _grads_key(spec), f"{spec.name}.grads.safetensors", packed)
+        return await self._write(spec, _grads_key(spec), packed, keep=1)
 
     async def begin_save(self, number: int, save_spec: SaveSpec) -> None:
         """Starts checkpoint ``number``, which consists of ``save_spec``; a half-written one of that number is gone."""
@@ -183,42 +193,55 @@ class NvmeStore:
         buffer = self._pool.take(len(sections) * section_bytes)
         path = self.directory / version.file
         held = list(version.sections)
+
+        async def read_section(row: int, section: str) -> None:
+            target = buffer[row * section_bytes : (row + 1) * section_bytes]
+            if section not in version.sections:
+                target[:] = 0  # moments before the first step
+                return
+            start = version.data_start + held.index(section) * section_bytes
+            got = await self._blocks(file.read_into, target, start)
+            self._read_bytes += got
+            if got != section_bytes:
+                raise StoreError(
+                    f"{spec.name}: read {got} of {section_bytes} bytes of {section} from {path}: the file is "
+                    "truncated; resume from the newest checkpoint",
+                    context={"layer": spec.index, "path": str(path), "expected": section_bytes, "got": got},
+                )
+            checksum = await asyncio.to_thread(_checksum, target)
+            if checksum != version.sections[section]:
+                raise StoreError(
+                    f"{spec.name}: {section} in {path} has checksum {checksum}, expected "
+                    f"{version.sections[section]}: the file is damaged; resume from the newest checkpoint",
+                    context={"layer": spec.index, "path": str(path)},
+                )
+
         started_s = time.perf_counter()
         with self._opened(path, write=False, spec=spec) as file:
-            for row, section in enumerate(sections):
-                target = buffer[row * section_bytes : (row + 1) * section_bytes]
-                if section not in version.sections:
-                    target[:] = 0  # moments before the first step
-                    continue
-                start = version.data_start + held.index(section) * section_bytes
-                got = await self._blocks(file.read_into, target, start)
-                if got != section_bytes:
-                    raise StoreError(
-                        f"{spec.name}: read {got} of {section_bytes} bytes of {section} from {path}: the file is "
-                        "truncated; resume from the newest checkpoint",
-                        context={"layer": spec.index, "path": str(path), "expected": section_bytes, "got": got},
-                    )
-                checksum = await asyncio.to_thread(_checksum, target)
-                if checksum != version.sections[section]:
-                    raise StoreError(
-                        f"{spec.name}: {section} in {path} has checksum {checksum}, expected "
-                        f"{version.sections[section]}: the file is damaged; resume from the newest checkpoint",
-                        context={"layer": spec.index, "path": str(path)},
-                    )
-                self._read_bytes += got
+            await _all(read_section(row, section) for row, section in enumerate(sections))
         self._busy_s += time.perf_counter() - started_s
         return PackedLayer(spec.index, version.step, "float32", sections, buffer)
 
-    async def _write(self, spec: LayerSpec, key: str, name: str, packed: PackedLayer) -> WriteReceipt:
+    async def _write(self, spec: LayerSpec, key: str, packed: PackedLayer, *, keep: int) -> WriteReceipt:
         header = _header(spec, packed)
         started_s = time.perf_counter()
+        name = self._take_file(key)
         path = self.directory / name
+        size = packed.section_bytes
         try:
             with self._opened(path, write=True, spec=spec) as file:
                 padded = aligned_empty(len(header))
                 padded[:] = np.frombuffer(header, np.uint8)
-                await self._blocks(file.write_from, padded, 0)
-                await self._blocks(self._staged(file), packed.data, len(header))
+                _, _, *checksums = await _all(
+                    [
+                        self._blocks(file.write_from, padded, 0),
+                        self._blocks(self._staged(file), packed.data, len(header)),
+                        *(
+                            asyncio.to_thread(_checksum, packed.data[row * size : (row + 1) * size])
+                            for row in range(len(packed.sections))
+                        ),
+                    ]
+                )
                 file.truncate(len(header) + packed.data.nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -227,17 +250,28 @@ class NvmeStore:
                 f"{spec.name}: {path} needs {packed.data.nbytes} bytes and the disk has "
                 f"{shutil.disk_usage(self.directory).free} free: free some, then resume from the newest checkpoint"
             ) from error
-        size = packed.section_bytes
-        sections = {
-            section: await asyncio.to_thread(_checksum, packed.data[row * size : (row + 1) * size])
-            for row, section in enumerate(packed.sections)
-        }
-        version = _Version(name, packed.step, len(header), sections)
-        self._versions[key] = [*(other for other in self._versions.get(key, []) if other.file != name), version]
+        version = _Version(name, packed.step, len(header), dict(zip(packed.sections, checksums, strict=True)))
+        before = self._versions.get(key, [])
+        others = [other for other in before if other.step != packed.step]
+        self._versions[key] = sorted([*others, version], key=lambda each: each.step)[-keep:]
         await self._write_manifest()
+        self._writing.discard(name)
+        self._spares.update({old.file for old in before} - {kept.file for kept in self._versions[key]})
         self._written_bytes += packed.data.nbytes
         self._busy_s += time.perf_counter() - started_s
         return WriteReceipt(spec.index, packed.step, packed.data.nbytes)
+
+    def _take_file(self, key: str) -> str:
+        """A file to write into, of which nobody knows; one that exists has its blocks on the disk already."""
+        taken = {version.file for version in self._versions.get(key, [])} | self._writing
+        names = (f"{key}.{number}.safetensors" for number in itertools.count())
+        name = next(name for name in names if name not in taken)
+        if name in self._spares:
+            self._spares.remove(name)
+        elif self._spares:
+            os.rename(self.directory / self._spares.pop(), self.directory / name)
+        self._writing.add(name)
+        return name
 
     def _opened(self, path: Path, *, write: bool, spec: LayerSpec) -> BlockFile:
         try:
@@ -251,11 +285,9 @@ class NvmeStore:
         """Moves ``data`` in blocks, several at a time; returns the bytes moved."""
         loop = asyncio.get_running_loop()
         view = data.data
-        moved = await asyncio.gather(
-            *(
-                loop.run_in_executor(self._transfers, transfer, view[start : start + BLOCK_BYTES], offset + start)
-                for start in range(0, len(view), BLOCK_BYTES)
-            )
+        moved = await _all(
+            loop.run_in_executor(self._transfers, transfer, view[start : start + BLOCK_BYTES], offset + start)
+            for start in range(0, len(view), BLOCK_BYTES)
         )
         return sum(moved)
 
@@ -282,6 +314,20 @@ class NvmeStore:
             async with aiofiles.open(partial, "w", encoding="utf-8") as file:
                 await file.write(text)
             await aiofiles.os.replace(partial, self.directory / MANIFEST)
+
+
+async def _all(works: Iterable[Awaitable[Any]]) -> list[Any]:
+    """Runs them side by side; when one fails, the others end before its error goes on: they use the same file."""
+    done = await asyncio.gather(*works, return_exceptions=True)
+    for outcome in done:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return done
+
+
+def is_store_file(name: str) -> bool:
+    """Whether a file of this name is the store's: its directory may hold files of others."""
+    return _FILE.fullmatch(name) is not None
 
 
 def _grads_key(spec: LayerSpec) -> str:
