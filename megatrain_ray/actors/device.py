@@ -7,6 +7,8 @@ summed. On CUDA three streams work side by side, and each buffer that is used ag
     compute stream   forward, backward                  waits for params_ready, records compute_done and grads_ready
     d2h_stream       device gradient -> pinned slot     waits for grads_ready, records grads_done
 
+Saved layer inputs that wait for backward in host memory travel on the same two side streams.
+
 A thread copies weights from the object store into the pinned slot: the thread that launches kernels never waits for it.
 """
 
@@ -56,8 +58,20 @@ class Device(Protocol):
     def collect(self, ticket: Any) -> NDArray[np.uint8]:
         """Waits for an offload. The bytes are valid until the next call of any method here."""
 
+    def stash(self, hidden: Tensor) -> Any:
+        """Takes a saved layer input to where it waits for backward; returns a ticket."""
+
+    def fetch(self, ticket: Any) -> None:
+        """Starts to bring a stashed input back."""
+
+    def unstash(self, ticket: Any) -> Tensor:
+        """The stashed input; kernels launched from now on find it there. The ticket is used up."""
+
     def tensor(self, array: NDArray[Any]) -> Tensor:
         """A small array on the device."""
+
+    def settle(self) -> None:
+        """Waits until nothing is under way: an interrupted step's tickets may be dropped after that."""
 
     def busy(self) -> contextlib.AbstractContextManager[None]:
         """Counts the enclosed work as the device's."""
@@ -72,9 +86,14 @@ class Device(Protocol):
 _Extents = tuple[tuple[int, int], ...]
 
 
-def open_device(name: str) -> Device:
-    """The device of this name: ``cpu``, ``cuda`` or ``cuda:N``."""
-    return CpuDevice() if name == "cpu" else CudaDevice(name)
+def open_device(name: str, *, offload_inputs: bool = False) -> Device:
+    """The device of this name: ``cpu``, ``cuda`` or ``cuda:N``.
+
+    Args:
+        name: Of the device.
+        offload_inputs: Saved layer inputs wait for backward in host memory.
+    """
+    return CpuDevice() if name == "cpu" else CudaDevice(name, offload_inputs=offload_inputs)
 
 
 class CpuDevice:
@@ -106,8 +125,20 @@ class CpuDevice:
         self._free[extents].append(gradient)
         return gradient.view(torch.uint8).numpy()
 
+    def stash(self, hidden: Tensor) -> Tensor:
+        return hidden
+
+    def fetch(self, ticket: Tensor) -> None:
+        """It is there."""
+
+    def unstash(self, ticket: Tensor) -> Tensor:
+        return ticket
+
     def tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array)
+
+    def settle(self) -> None:
+        """Every call here ends with its work done."""
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:
@@ -132,12 +163,16 @@ class _PinnedBuffer:
     def __init__(self, nbytes: int) -> None:
         memory = mmap.mmap(-1, max(nbytes, 1))
         self.p_host = torch.frombuffer(memory, dtype=torch.uint8)[:nbytes]
-        self.pinned = torch.cuda.cudart().cudaHostRegister(self.p_host.data_ptr(), len(memory), 0) == 0
+        self.pinned = int(torch.cuda.cudart().cudaHostRegister(self.p_host.data_ptr(), len(memory), 0)) == 0
         if not self.pinned:
             warnings.warn(
                 f"cannot pin {nbytes} bytes of host memory: copies to the device will be slower", stacklevel=2
             )
         self.copied = torch.cuda.Event()
+
+    def __del__(self) -> None:
+        if self.pinned:
+            torch.cuda.cudart().cudaHostUnregister(self.p_host.data_ptr())
 
 
 class _Slot:
@@ -173,11 +208,22 @@ class _Offload:
         self.grads_done = torch.cuda.Event()
 
 
+class _Stash:
+    """A saved layer input: on the device, or in pinned memory (``staging``) until it is fetched."""
+
+    def __init__(self, hidden: Tensor, staging: _PinnedBuffer | None) -> None:
+        self.shape, self.dtype, self.nbytes = hidden.shape, hidden.dtype, hidden.nbytes
+        self.hidden = hidden if staging is None else None
+        self.staging = staging
+        self.fetched = torch.cuda.Event()
+
+
 class CudaDevice:
     """An NVIDIA GPU."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, *, offload_inputs: bool = False) -> None:
         self.name = torch.device(name)
+        self.offload_inputs = offload_inputs
         torch.cuda.set_device(self.name)
         self._h2d_stream = torch.cuda.Stream()
         self._d2h_stream = torch.cuda.Stream()
@@ -237,12 +283,54 @@ class CudaDevice:
         self._staging[ticket.gradient.nbytes].append(ticket.staging)
         return ticket.staging.p_host.numpy()
 
+    def stash(self, hidden: Tensor) -> _Stash:
+        if not self.offload_inputs:
+            return _Stash(hidden, None)
+        stash = _Stash(hidden, self._take_staging(hidden.nbytes))
+        ready = torch.cuda.Event()
+        ready.record()
+        assert stash.staging is not None
+        with torch.cuda.stream(self._d2h_stream):
+            self._d2h_stream.wait_event(ready)
+            self._d2h_stream.wait_event(stash.staging.copied)  # what this buffer held last has left it
+            stash.staging.p_host.copy_(hidden.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+            stash.staging.copied.record()
+            hidden.record_stream(self._d2h_stream)
+        return stash
+
+    def fetch(self, ticket: _Stash) -> None:
+        if ticket.hidden is not None or ticket.staging is None:
+            return
+        with torch.cuda.stream(self._h2d_stream):
+            self._h2d_stream.wait_event(ticket.staging.copied)
+            hidden = torch.empty(ticket.shape, dtype=ticket.dtype, device=self.name)
+            hidden.view(-1).view(torch.uint8).copy_(ticket.staging.p_host, non_blocking=True)
+            ticket.fetched.record()
+            ticket.staging.copied.record()
+        ticket.hidden = hidden
+
+    def unstash(self, ticket: _Stash) -> Tensor:
+        self.fetch(ticket)
+        hidden = ticket.hidden
+        assert hidden is not None
+        ticket.hidden = None
+        if ticket.staging is not None:
+            torch.cuda.current_stream().wait_event(ticket.fetched)
+            hidden.record_stream(torch.cuda.current_stream())
+            self._staging[ticket.nbytes].append(ticket.staging)
+            ticket.staging = None
+        return hidden
+
     def _take_staging(self, nbytes: int) -> _PinnedBuffer:
         free = self._staging[nbytes]
         return free.pop() if free else _PinnedBuffer(nbytes)
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
         return torch.from_numpy(array).to(self.name, non_blocking=True)
+
+    def settle(self) -> None:
+        self._copier.submit(lambda: None).result()
+        torch.cuda.synchronize(self.name)
 
     @contextlib.contextmanager
     def busy(self) -> Iterator[None]:

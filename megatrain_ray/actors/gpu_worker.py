@@ -84,7 +84,7 @@ class _MicroBatch:
         self.targets = targets
         self.prologue: Prologue
         self.hidden: Tensor  # forward: what left the last layer; backward: the gradient of what enters the next one
-        self.inputs: dict[int, Tensor] = {}  # by layer: what entered it
+        self.inputs: dict[int, Any] = {}  # by layer: the device's ticket of what entered it
         self.graphs: dict[int, LayerGraph] = {}  # by layer: of those that keep their graph
 
 
@@ -151,6 +151,7 @@ class GpuWorker:
 
     def begin(self, batch: StepBatch, train: bool) -> None:
         """Takes a step's micro-batches, and forgets whatever an interrupted step has left."""
+        self.device.settle()
         self._forget()
         self._step = batch.step
         self._train = train
@@ -168,8 +169,11 @@ class GpuWorker:
             self._micro_batches.append(_MicroBatch(tensors, rows, targets))
 
     def load(self, layer: int, params: PackedLayer) -> None:
-        """Starts to bring a layer's compute weights onto the device, for its next use."""
+        """Starts to bring a layer's compute weights onto the device, for its next use, and its saved inputs."""
         self._loaded[layer].append(self.device.load(params))
+        for micro_batch in self._micro_batches:
+            if layer in micro_batch.inputs:
+                self.device.fetch(micro_batch.inputs[layer])
 
     @torch.no_grad()
     def forward(self, layer: int) -> None:
@@ -188,7 +192,7 @@ class GpuWorker:
                     micro_batch.hidden = micro_batch.graphs[layer].output.detach()
                     continue
                 if self._train:
-                    micro_batch.inputs[layer] = hidden
+                    micro_batch.inputs[layer] = self.device.stash(hidden)
                 micro_batch.hidden = self.model.layer_forward(layer, params, hidden, prologue)
 
     @torch.no_grad()
@@ -254,7 +258,7 @@ class GpuWorker:
                     self.model.prologue_backward(params, micro_batch.tensors, prologue, grad_hidden, gradient_sum.add)
                     continue
                 graph = micro_batch.graphs.pop(layer, None) or self.model.layer_graph(
-                    layer, params, micro_batch.inputs.pop(layer), prologue
+                    layer, params, self.device.unstash(micro_batch.inputs.pop(layer)), prologue
                 )
                 micro_batch.hidden = self.model.backward(graph, grad_hidden, gradient_sum.add)
                 del graph

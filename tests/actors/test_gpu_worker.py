@@ -1,10 +1,24 @@
-"""The worker alone: its memory does not grow with depth."""
+"""The worker alone: its memory does not grow with depth, and where saved inputs wait changes nothing."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig
+
+from megatrain_ray.actors.device import CpuDevice, Device, open_device
+from megatrain_ray.actors.gpu_worker import GpuWorker
+from megatrain_ray.data.batches import StepBatch, make_micro_batch
+from megatrain_ray.model import StreamModel
+from megatrain_ray.packed import PARAMS, PackedLayer
 
 PROBE = """
 import sys
@@ -54,18 +68,108 @@ def peak(depth):
             worker.grads(layer)
     return hwm() - before - depth * ROWS * WIDTH * 4
 
+peak(2)  # libraries and kernels are in memory after that
 print(peak(int(sys.argv[1])))
 """
+EXACT_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_ARENA_MAX": "1"}  # what is freed leaves the process
 
 
 def test_memory_beyond_saved_inputs_does_not_grow_with_depth() -> None:
     def measure(depth: int) -> int:
         root = Path(__file__).resolve().parent.parent.parent
         done = subprocess.run(
-            [sys.executable, "-c", PROBE, str(depth)], cwd=root, capture_output=True, text=True, check=True
+            [sys.executable, "-c", PROBE, str(depth)],
+            cwd=root,
+            env={**os.environ, **EXACT_MALLOC},
+            capture_output=True,
+            text=True,
+            check=True,
         )
         return int(done.stdout.split()[-1])
 
     shallow, deep = measure(6), measure(48)
     assert shallow > 20 << 20  # the probe sees the step
     assert deep <= 1.05 * shallow, (shallow, deep)
+
+
+class _InputsElsewhere(CpuDevice):
+    """Saved inputs leave the device: what comes back is another tensor, and only after it was asked for in time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[int] = []
+
+    def stash(self, hidden: Tensor) -> Any:
+        return [hidden.numpy().copy(), None]
+
+    def fetch(self, ticket: Any) -> None:
+        assert ticket[1] is None
+        ticket[1] = torch.from_numpy(ticket[0])
+        self.fetched.append(id(ticket))
+
+    def unstash(self, ticket: Any) -> Tensor:
+        assert isinstance(ticket[1], Tensor), "not fetched when its layer was loaded"
+        return ticket[1]
+
+
+def run_steps(device: Device, *, steps: int, interrupt: bool = False) -> list[bytes]:
+    """Gradients of all layers, in order; the schedule's order, one layer ahead."""
+    config = LlamaConfig(
+        num_hidden_layers=4,
+        hidden_size=32,
+        intermediate_size=64,
+        num_attention_heads=4,
+        vocab_size=101,
+        tie_word_embeddings=False,
+    )
+    torch.manual_seed(0)
+    model = StreamModel.from_config(config, dtype="float32", device=str(device.name))
+    worker = GpuWorker(model, device, open_source=lambda: None)  # type: ignore[arg-type,return-value]
+    weights = [torch.randn(spec.numel).mul(0.02).view(torch.uint8).numpy() for spec in model.layers]
+    rng = np.random.default_rng(0)
+    rows = [rng.integers(0, 101, size) for size in (9, 17, 4)]
+    batch = StepBatch(1, 0.0, tuple(make_micro_batch([(row, row)]) for row in rows), (0, 1, 2))
+
+    def load(layer: int) -> None:
+        worker.load(layer, PackedLayer(layer, 0, "float32", PARAMS, weights[layer]))
+
+    head = len(model.layers) - 1
+    gradients = []
+    for step in range(steps):
+        worker.begin(batch, True)
+        load(0)
+        for layer in range(head):
+            load(layer + 1)
+            worker.forward(layer)
+        worker.head(head)
+        load(head - 1)
+        for layer in range(head - 1, -1, -1):
+            if layer:
+                load(layer - 1)
+            if interrupt and step == 0 and layer == 2:
+                break  # somebody died: the step is begun anew
+            worker.backward(layer)
+            gradients.append(worker.grads(layer)[0].data.tobytes())
+        else:
+            gradients.append(worker.grads(head)[0].data.tobytes())
+    return gradients
+
+
+def test_inputs_that_wait_elsewhere_change_nothing() -> None:
+    device = _InputsElsewhere()
+    assert run_steps(device, steps=2) == run_steps(CpuDevice(), steps=2)
+    assert len(device.fetched) == 2 * 4 * 3  # steps, layers, micro-batches
+
+
+def test_an_interrupted_step_leaves_nothing_behind() -> None:
+    clean = run_steps(CpuDevice(), steps=1)
+    assert run_steps(_InputsElsewhere(), steps=2, interrupt=True)[-len(clean) :] == clean
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_inputs_in_pinned_memory_change_nothing(interrupt: bool) -> None:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    on_device = run_steps(open_device("cuda:0"), steps=3, interrupt=interrupt)
+    in_host = run_steps(open_device("cuda:0", offload_inputs=True), steps=3, interrupt=interrupt)
+    assert on_device == in_host
