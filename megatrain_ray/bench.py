@@ -178,7 +178,7 @@ def bench_tiers(directory: Path, *, tell: Callable[[str], None]) -> list[Compari
     return [*_bench_store(directory, tell), _bench_optimizer(tell)]
 
 
-def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 3) -> list[Comparison]:
+def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 5) -> list[Comparison]:
     import asyncio
 
     from megatrain_ray.actors.nvme_store import NvmeStore
@@ -188,7 +188,7 @@ def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 3) 
     spec = pack_layer(0, "embed", [("weight", (4096, 4096))])
     data = aligned_empty(len(STATE) * spec.section_bytes("float32"))
     data[:] = 7
-    store = NvmeStore(directory, (spec,), output_dir=directory)
+    store = NvmeStore(directory, (spec,), output_dir=directory, generations=1)
     policy = DirectPolicy(True)
     speeds: dict[str, list[float]] = {"write": [], "read": [], "raw write": [], "raw read": []}
 
@@ -199,7 +199,7 @@ def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 3) 
                 move(data[start : start + BLOCK_BYTES].data, start)
 
     async def measure() -> None:
-        for step in range(rounds + 1):
+        for step in range(rounds + 2):  # the first two make the files: a run writes into them again and again
             actions: dict[str, Any] = {
                 "write": lambda step=step: store.write(0, PackedLayer(0, step, "float32", STATE, data)),
                 "raw write": lambda: asyncio.to_thread(raw, True),
@@ -209,7 +209,7 @@ def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 3) 
             for name, action in actions.items():
                 started_s = time.perf_counter()
                 await action()
-                if step:
+                if step > 1:
                     speeds[name].append(data.nbytes / (time.perf_counter() - started_s) / 1e9)
             tell(f"store: round {step}")
 
