@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -59,8 +61,10 @@ def train(
                 first, last = first or record, record
                 show(record)
         if first and last:
+            ended = "done" if last["step"] == trainer.total_steps else "stopped"
             _tell(
-                f"done: step {last['step']} of {trainer.total_steps}, loss {first['loss']:.4f} -> {last['loss']:.4f}, "
+                f"{ended}: step {last['step']} of {trainer.total_steps}, "
+                f"loss {first['loss']:.4f} -> {last['loss']:.4f}, "
                 f"checkpoint {trainer.run.path}/checkpoint-{last['step']}"
             )
     if signals.received is not None:
@@ -110,6 +114,102 @@ def data(
     config = load_config(config_path, overrides or ())
     training, evaluation = prepare_data(config)
     print_preview(training, Console(), samples, evaluation)
+
+
+RunPath = Annotated[Path, typer.Argument(metavar="RUN", help="An output_dir.")]
+AsJson = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command()
+def status(
+    run: RunPath,
+    as_json: AsJson = False,
+    watch: Annotated[bool, typer.Option(help="Shows it anew every second until the run ends.")] = False,
+) -> None:
+    """Shows what a run is doing, or how it ended."""
+    from megatrain_ray.observe.status import read_status, render_status
+
+    facts = read_status(run)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    if not watch:
+        Console().print(render_status(facts))
+        return
+    with Live(render_status(facts), console=Console(), auto_refresh=False) as live:
+        while facts["state"] in ("starting", "running", "pausing", "paused"):
+            time.sleep(1)
+            facts = read_status(run)
+            live.update(render_status(facts), refresh=True)
+
+
+@app.command()
+def inspect(
+    run: RunPath,
+    layer: Annotated[str, typer.Argument(help="Name or position: embed, layer-0003, head, 4.")],
+    tensor: Annotated[str | None, typer.Option(help="Only this tensor.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Shows a layer's masters and moments: of the live run without stopping it, or of the newest checkpoint."""
+    from megatrain_ray.observe.inspection import inspect_run, render_inspection
+
+    facts = inspect_run(run, layer, tensor)
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    Console().print(render_inspection(facts))
+
+
+@app.command()
+def pause(run: RunPath) -> None:
+    """Lets the present step and its checkpoint end, then holds the run; its actors stay."""
+    _steer(run, "pause")
+    with console.status("the present step ends first"):
+        while _steer(run, "status")["state"] == "pausing":
+            time.sleep(0.2)
+    print(f"{run}: paused at step {_steer(run, 'status')['step']}")
+
+
+@app.command()
+def resume(run: RunPath) -> None:
+    """Goes on after `pause`. A run that has ended goes on with `train --resume`."""
+    _steer(run, "resume")
+    print(f"{run}: running")
+
+
+@app.command()
+def stop(run: RunPath) -> None:
+    """Ends a run after the present step and its checkpoint."""
+    _steer(run, "stop")
+    print(f"{run}: stopping after this step and its checkpoint")
+
+
+@app.command()
+def restart(
+    run: RunPath, actor: Annotated[str, typer.Argument(help="nvme_store, cpu_optimizer or gpu_worker.")]
+) -> None:
+    """Ends an actor's process; a new one takes its place, and the step in progress is repeated."""
+    print(f"{run}: {actor} is process {_steer(run, 'restart', actor=actor)} now")
+
+
+@app.command("set")
+def set_(run: RunPath, assignment: Annotated[str, typer.Argument(metavar="KEY=VALUE")]) -> None:
+    """Changes learning_rate from the next step on."""
+    key, _, value = assignment.partition("=")
+    _steer(run, "set", key=key, value=value)
+    print(f"{run}: {key} is {value} from the next step on; to resume later give --set training.{key}={value}")
+
+
+def _steer(run: Path, command: str, **arguments: Any) -> Any:
+    """Sends a command to a live run; of another, says how it ended."""
+    from megatrain_ray.control import NotLiveError, ask
+
+    try:
+        return ask(run, command, **arguments)
+    except NotLiveError as error:
+        from megatrain_ray.observe.status import read_status
+
+        raise NotLiveError(f"{error}; the run is {read_status(run)['state']}") from None
 
 
 @app.command()
@@ -205,7 +305,7 @@ class _Signals:
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.stop is None or self.received is not None or not self.stop():
-            raise typer.Exit(128 + number)
+            raise SystemExit(128 + number)
         self.received = number
         _tell("stopping: this step and a checkpoint are completed first; once more to leave at once")
 

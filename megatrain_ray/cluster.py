@@ -28,9 +28,12 @@ from megatrain_ray.errors import ActorLostError, PlanError, StalledError
 from megatrain_ray.packed import PackedLayer
 from megatrain_ray.schedule import Tier
 
-__all__ = ["CLASS_NAME", "NAMESPACE", "Call", "Cluster", "Receipt", "TierSpec", "private_bytes"]
+__all__ = ["CLASS_NAME", "MAX_ATTEMPTS", "NAMESPACE", "Call", "Cluster", "Receipt", "TierSpec", "private_bytes"]
 
 NAMESPACE = "megatrain_ray"
+MAX_ATTEMPTS = 3
+"""Deaths at one place after which it is no accident."""
+
 START_DEADLINE_S = 180.0
 """Longest start of an actor: imports from a cold disk, on a machine that is busy."""
 CLASS_NAME = {Tier.STORE: "NvmeStore", Tier.OPTIMIZER: "CpuOptimizer", Tier.WORKER: "GpuWorker"}
@@ -94,6 +97,15 @@ def _report(outcome: Any, started_s: float) -> tuple[Any, ...]:
     return (*layers, receipt) if layers else (receipt,)
 
 
+class ReplacedError(Exception):
+    """The call was meant for a process that is gone: what it had in memory is not here."""
+
+
+def _expect(pid: int | None) -> None:
+    if pid not in (None, os.getpid()):
+        raise ReplacedError(f"meant for process {pid}, came to {os.getpid()}")
+
+
 class _TierActor:
     """The remote side of one tier."""
 
@@ -107,7 +119,8 @@ class _TierActor:
     def pid(self) -> int:
         return os.getpid()
 
-    def run(self, method: str, *arguments: Any) -> Any:
+    def run(self, pid: int | None, method: str, *arguments: Any) -> Any:
+        _expect(pid)
         started_s = time.time()
         report = _report(getattr(self._tier, method)(*arguments), started_s)
         return report if len(report) > 1 else report[0]
@@ -116,7 +129,8 @@ class _TierActor:
 class _AsyncTierActor(_TierActor):
     """The same for a tier whose methods are coroutines."""
 
-    async def run(self, method: str, *arguments: Any) -> Any:
+    async def run(self, pid: int | None, method: str, *arguments: Any) -> Any:
+        _expect(pid)
         started_s = time.time()
         outcome = getattr(self._tier, method)(*arguments)
         report = _report(await outcome if inspect.isawaitable(outcome) else outcome, started_s)
@@ -138,6 +152,7 @@ class Cluster:
     def __init__(self, *, address: str | None, object_store_bytes: int, dashboard: bool) -> None:
         self._handles: dict[Tier, Any] = {}
         self.pids: dict[Tier, int] = {}
+        self.restarts: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.owns_ray = False
         if ray.is_initialized():
             return
@@ -199,9 +214,13 @@ class Cluster:
         give_up_s = time.monotonic() + START_DEADLINE_S
         while True:
             try:
-                self.pids[tier] = ray.get(
-                    self._handles[tier].pid.remote(), timeout=max(give_up_s - time.monotonic(), 0.1)
-                )
+                handle = self._handles.get(tier)
+                if handle is None:
+                    raise ActorLostError(f"{tier}: the run ended before it was back")
+                pid = ray.get(handle.pid.remote(), timeout=max(give_up_s - time.monotonic(), 0.1))
+                if self.pids.setdefault(tier, pid) != pid:
+                    self.pids[tier] = pid
+                    self.restarts[tier] += 1
                 return
             except GetTimeoutError:
                 raise StalledError(
@@ -215,33 +234,63 @@ class Cluster:
                     raise ActorLostError(f"{tier} cannot start: {error}") from None
                 time.sleep(0.1)
 
-    def call(self, tier: Tier, method: str, *arguments: Any, num_values: int = 0, name: str | None = None) -> Call:
-        """Submits one call. Arguments that are references arrive as what they refer to."""
+    def call(
+        self,
+        tier: Tier,
+        method: str,
+        *arguments: Any,
+        num_values: int = 0,
+        name: str | None = None,
+        pid: int | None = None,
+    ) -> Call:
+        """Submits one call. Arguments that are references arrive as what they refer to.
+
+        Args:
+            tier: Whose.
+            method: Of its class.
+            *arguments: Of the method.
+            num_values: Layers that the method returns.
+            name: Of the task, in Ray's timeline and dashboard.
+            pid: The process that is meant; another one answers with a `ReplacedError`. None: any.
+        """
         remote_run: Any = self._handles[tier].run.options(num_returns=num_values + 1, name=name or f"{tier}.{method}")
-        references = remote_run.remote(method, *arguments)
+        references = remote_run.remote(pid, method, *arguments)
         if num_values == 0:
             return Call((), references)
         return Call(tuple(references[:-1]), references[-1])
 
     def ask(self, tier: Tier, method: str, *arguments: Any, deadline_s: float = 60.0) -> Any:
-        """Calls, waits, and returns what the method returned besides layers.
+        """Calls, waits, and returns what the method returned besides layers; asks again when the actor died.
 
         Raises:
             StalledError: No answer within ``deadline_s``.
             MegatrainError: What the tier raised.
         """
-        try:
-            receipt: Receipt = ray.get(self.call(tier, method, *arguments).receipt, timeout=deadline_s)
-        except GetTimeoutError:
-            raise StalledError(f"{tier}: {method} gave no answer within {deadline_s:.0f} s") from None
-        except RayTaskError as error:
-            raise _cause(error) from None
-        return receipt.info
+        for _ in range(MAX_ATTEMPTS):
+            try:
+                receipt: Receipt = ray.get(self.call(tier, method, *arguments).receipt, timeout=deadline_s)
+                return receipt.info
+            except GetTimeoutError:
+                raise StalledError(f"{tier}: {method} gave no answer within {deadline_s:.0f} s") from None
+            except RayTaskError as error:
+                raise _cause(error) from None
+            except RayActorError:
+                self.wait_alive(tier)
+        raise ActorLostError(f"{tier}: its process died {MAX_ATTEMPTS} times in {method}")
 
     def kill(self, tier: Tier) -> None:
         """Ends the tier's process at once, even a stopped one; Ray starts a new one."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[tier], signal.SIGKILL)
+
+    def restart(self, tier: Tier) -> int:
+        """Ends the tier's process and waits for the new one; returns its pid. From any thread."""
+        before = self.pids[tier]
+        self.kill(tier)
+        while self.pids[tier] == before:
+            time.sleep(0.1)
+            self.wait_alive(tier)
+        return self.pids[tier]
 
     def shutdown(self) -> None:
         """Ends the actors, and Ray if it was started here."""

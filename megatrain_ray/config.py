@@ -360,6 +360,18 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     return _validate(values, lines, str(path))
 
 
+def with_override(config: Config, override: str) -> Config:
+    """The same configuration with ``section.key=value``.
+
+    Raises:
+        ConfigError: The key or the value is none.
+    """
+    values: dict[str, Any] = config.model_dump(mode="json")
+    lines: _Lines = {}
+    _override(values, override, lines)
+    return _validate(values, lines, "configuration")
+
+
 def _read(text: str, where: Callable[[int], str], at: tuple[str, ...], lines: _Lines) -> Any:
     """YAML text as plain values.
 

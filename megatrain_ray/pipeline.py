@@ -8,6 +8,7 @@ from its start: updates know the steps they have seen, gradients and weights are
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +16,14 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
-from megatrain_ray.cluster import CLASS_NAME, Cluster, Receipt
+from megatrain_ray.cluster import CLASS_NAME, MAX_ATTEMPTS, Cluster, Receipt, ReplacedError
 from megatrain_ray.errors import ActorLostError, StalledError
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, Value
 
 __all__ = ["Pipeline", "Record"]
 
-MAX_REPLAYS = 3
-"""A step that kills an actor this often will do so again."""
+MAX_REPLAYS = 30
+"""Of one schedule, wherever its actors die."""
 
 _EMITS = frozenset((Op.PARAMS, Op.CAST, Op.READ_MASTER))
 
@@ -85,6 +86,7 @@ class Pipeline:
         self.bytes_of = bytes_of
         self.values: dict[Value, Any] = {}
         self.peak_bytes = 0
+        self._attempt: _Attempt | None = None
 
     def run(self, schedule: Schedule, arguments: Callable[[Action], tuple[Any, ...]]) -> list[Record]:
         """Runs all actions to completion.
@@ -98,12 +100,13 @@ class Pipeline:
 
         Raises:
             StalledError: An action outlived the deadline.
-            ActorLostError: An actor died in `MAX_REPLAYS` attempts at this schedule.
+            ActorLostError: Actors died `MAX_ATTEMPTS` times in one action, or `MAX_REPLAYS` times in all.
             MegatrainError: What an actor raised.
         """
         saved: set[int] = set()
-        for _ in range(MAX_REPLAYS):
-            attempt = _Attempt(self, schedule, arguments, saved)
+        deaths: Counter[Action] = Counter()
+        while True:
+            attempt = self._attempt = _Attempt(self, schedule, arguments, saved)
             try:
                 return attempt.run()
             except _TierDied as death:
@@ -111,19 +114,31 @@ class Pipeline:
                     self.cluster.kill(death.action.tier)
                 attempt.settle()
                 self.on_death(death.action, death.stalled)
-                last = death
+                deaths[death.action] += 1
+                if deaths[death.action] >= MAX_ATTEMPTS or deaths.total() >= MAX_REPLAYS:
+                    raise self._lost(death) from None
             for tier in Tier:
                 self.cluster.wait_alive(tier)
-        where = f"{CLASS_NAME[last.action.tier]} ({last.action.tier}), {self.describe(last.action)}"
-        if last.stalled:
-            raise StalledError(
-                f"{where}: not finished within {self.deadline_s:.0f} s (tiers.deadline_s), {MAX_REPLAYS} times; "
+
+    def _lost(self, death: _TierDied) -> Exception:
+        action = death.action
+        where = f"{CLASS_NAME[action.tier]} ({action.tier}), {self.describe(action)}"
+        if death.stalled:
+            return StalledError(
+                f"{where}: not finished within {self.deadline_s:.0f} s (tiers.deadline_s), again and again; "
                 "look at the drive, the GPU and the machine's load, and resume"
             )
-        raise ActorLostError(
-            f"{where}: its process died {MAX_REPLAYS} times in this step; "
+        return ActorLostError(
+            f"{where}: its process died again and again at this place; "
             "look for it in the kernel's log (out of memory?) and resume"
         )
+
+    def in_flight(self) -> list[tuple[Action, float]]:
+        """Actions submitted and not complete, earliest first, and when they were submitted; from any thread."""
+        attempt = self._attempt
+        if attempt is None:
+            return []
+        return [(attempt.schedule[index], attempt.submitted_s[index]) for index in sorted(attempt.in_flight.values())]
 
     def describe(self, action: Action) -> str:
         """For people: the operation and the layer."""
@@ -143,6 +158,7 @@ class _Attempt:
         self.pipeline = pipeline
         self.schedule = schedule
         self.arguments = arguments
+        self.pids = dict(pipeline.cluster.pids)  # of processes that have seen all of this attempt
         self.saved = saved  # layers whose checkpoint is written, from this and earlier attempts
         self.in_flight: dict[Any, int] = {}
         self.receipts: dict[int, Any] = {}
@@ -150,6 +166,7 @@ class _Attempt:
         self.submitted_s: dict[int, float] = {}
         self.records: dict[int, Record] = {}
         self.freed_by: dict[Value, int] = {}
+        self.failures: dict[int, Exception] = {}
 
     def run(self) -> list[Record]:
         for index, action in enumerate(self.schedule):
@@ -157,6 +174,7 @@ class _Attempt:
             if not self._is_done(action):
                 self._submit(index, action)
         self._wait_for(self.receipts)
+        self._free(self.schedule[-1])
         return [self.records[index] for index in sorted(self.records)]
 
     def settle(self) -> None:
@@ -190,24 +208,27 @@ class _Attempt:
             *self.arguments(action),
             *reads,
             num_values=len(action.writes),
+            pid=self.pids[action.tier],
             name=f"{action.op} {pipeline.layer_names[action.layer]}",
         )
         self.written[index] = dict(zip(action.writes, call.values, strict=True))
         pipeline.values.update(self.written[index])
         self.freed_by.update(dict.fromkeys(action.frees, index))
         pipeline.peak_bytes = max(pipeline.peak_bytes, sum(map(pipeline.bytes_of, pipeline.values)))
+        self.submitted_s[index] = time.time()
         self.in_flight[call.receipt] = index
         self.receipts[index] = call.receipt
-        self.submitted_s[index] = time.time()
 
     def _wait_for(self, indices: Iterable[int]) -> None:
         """Waits until these actions are complete; notices others that are."""
         wanted = [self.receipts[index] for index in indices if index in self.receipts and index not in self.records]
         give_up_s = time.monotonic() + self.pipeline.deadline_s
         while self.in_flight:
-            ready, _ = ray.wait(list(self.in_flight), num_returns=len(self.in_flight), timeout=0)
-            for reference in ready:
-                self._complete(self.in_flight.pop(reference), reference)
+            self._take_ready(timeout_s=0.0)
+            if self.failures:
+                # What failed may have failed because of another: an action meets what earlier ones have left.
+                self._take_ready(timeout_s=self.pipeline.deadline_s)
+                raise self.failures[min(self.failures)]
             wanted = [reference for reference in wanted if reference in self.in_flight]
             if not wanted:
                 return
@@ -218,17 +239,31 @@ class _Attempt:
                 raise _TierDied(first, stalled=True)
             give_up_s = time.monotonic() + self.pipeline.deadline_s
 
-    def _complete(self, index: int, reference: Any) -> None:
+    def _take_ready(self, *, timeout_s: float) -> None:
+        """Notes which actions have ended, well or badly; waits for all of them as long as ``timeout_s``."""
+        if not self.in_flight:
+            return
+        ready, _ = ray.wait(list(self.in_flight), num_returns=len(self.in_flight), timeout=timeout_s)
+        for reference in ready:
+            index = self.in_flight.pop(reference)
+            try:
+                self._complete(index, ray.get(reference))
+            except RayActorError:
+                self.failures[index] = _TierDied(self.schedule[index])
+            except RayTaskError as error:
+                cause = error.cause if isinstance(error.cause, Exception) else error
+                self.failures[index] = _TierDied(self.schedule[index]) if isinstance(cause, ReplacedError) else cause
+
+    def _complete(self, index: int, receipt: Receipt) -> None:
         action = self.schedule[index]
-        try:
-            receipt: Receipt = ray.get(reference)
-        except RayActorError:
-            raise _TierDied(action) from None
-        except RayTaskError as error:
-            raise error.cause if isinstance(error.cause, Exception) else error from None
         self.records[index] = Record(action, self.submitted_s[index], receipt)
         del self.written[index]  # a reference held here would keep every value of the step until its end
         if action.op is Op.SAVE:
             self.saved.add(action.layer)
+        # What the last one frees is what a replay would start from: it stays until the others have completed too.
+        if index < len(self.schedule) - 1:
+            self._free(action)
+
+    def _free(self, action: Action) -> None:
         for value in action.frees:
             self.pipeline.values.pop(value, None)

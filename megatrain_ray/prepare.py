@@ -22,6 +22,7 @@ from megatrain_ray.gate import check_equality
 from megatrain_ray.layout import LayerSpec
 from megatrain_ray.machine import probe
 from megatrain_ray.model import StreamModel
+from megatrain_ray.observe.trackers import check_trackers
 from megatrain_ray.planner import Plan, Workload, make_plan
 from megatrain_ray.run_directory import RunDirectory
 from megatrain_ray.shrink import shrink_config
@@ -86,6 +87,7 @@ def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None) -
 def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prepared:
     wanted = config.model
     device = _device(config.tiers.device)
+    check_trackers(config)
     directory = _local_directory(wanted.name_or_path)
     model_config = read_model_config(str(directory), trust_remote_code=wanted.trust_remote_code)
     tokenizer = _tokenizer(directory, config)

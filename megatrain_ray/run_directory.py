@@ -18,6 +18,7 @@ from megatrain_ray.errors import RunDirectoryError
 __all__ = ["RunDirectory", "output_path", "replace_text"]
 
 LOCK = ".lock"
+STATE = "state.json"
 RUNS_HOME = "megatrain_runs"
 """Folder in the home directory for relative output directories of submitted jobs."""
 
@@ -114,10 +115,19 @@ class RunDirectory:
     def _clear(self) -> None:
         for checkpoint in list_checkpoints(self.path):
             remove_tree(checkpoint.path)
-        for name in ("metrics.jsonl", "config.yaml", "plan.json", "trace.json", "report.html"):
+        for name in ("metrics.jsonl", "config.yaml", "plan.json", "trace.json", "report.html", STATE):
             (self.path / name).unlink(missing_ok=True)
 
     # --- metrics ----------------------------------------------------------------------------------------------------
+
+    def read_metrics(self) -> list[dict[str, Any]]:
+        """The records so far; a line that a crash cut off is left out."""
+        records = []
+        if self.metrics.exists():
+            for line in self.metrics.read_text(encoding="utf-8").splitlines():
+                with contextlib.suppress(ValueError):
+                    records.append(json.loads(line))
+        return records
 
     def append(self, record: dict[str, Any]) -> None:
         """Adds one record, and flushes it."""
@@ -126,14 +136,28 @@ class RunDirectory:
 
     def cut_after(self, step: int) -> None:
         """Drops records of steps after ``step``, and a last line that a crash cut off."""
-        if not self.metrics.exists():
-            return
-        kept = []
-        for line in self.metrics.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                if json.loads(line)["step"] <= step:
-                    kept.append(line)
-        replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
+        if self.metrics.exists():
+            kept = [json.dumps(record) for record in self.read_metrics() if record["step"] <= step]
+            replace_text(self.metrics, "".join(f"{line}\n" for line in kept))
+
+    # --- state ------------------------------------------------------------------------------------------------------
+
+    def write_state(self, state: str, **facts: Any) -> None:
+        """Says in a file, for those who look later, what the run is doing."""
+        replace_text(self.path / STATE, json.dumps({"state": state, "pid": os.getpid(), **facts}, indent=2))
+
+    def read_state(self) -> dict[str, Any] | None:
+        """What `write_state` said last."""
+        try:
+            state: dict[str, Any] = json.loads((self.path / STATE).read_text(encoding="utf-8"))
+            return state
+        except (OSError, ValueError):
+            return None
+
+    def is_locked(self) -> bool:
+        """Whether a process that may be alive holds the run."""
+        holder = _read_holder(self.store / LOCK)
+        return holder is not None and _may_live(holder)
 
 
 def replace_text(path: Path, text: str) -> None:

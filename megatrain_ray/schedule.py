@@ -362,11 +362,14 @@ class _Builder:
             return self.add(Op.UPDATE_EMIT if emit else Op.UPDATE, layer, [grads], emitted, [grads], after)
         self.add(Op.READ, layer, (), [state], after=after)
         op = Op.UPDATE_PAGED_EMIT if emit else Op.UPDATE_PAGED
-        self.add(op, layer, [state, grads], [*emitted, new_state], [state, grads], after)
+        # Until the new state is written, a replay needs the gradient again.
+        read_again = [grads] if layer in shape.spilled_grads else []
+        used_up = [] if layer in shape.spilled_grads else [grads]
+        self.add(op, layer, [state, grads], [*emitted, new_state], [state, *read_again], after)
         if not (shape.deferred and layer in self.to_save):
-            return self.add(Op.WRITE, layer, [new_state], (), [new_state])
+            return self.add(Op.WRITE, layer, [new_state], (), [new_state, *used_up])
         self.to_save.remove(layer)
-        self.add(Op.WRITE, layer, [new_state])
+        self.add(Op.WRITE, layer, [new_state], (), used_up)
         return self.add(Op.SAVE, layer, [new_state], (), [new_state])
 
     def emit(self, layer: int, after: Iterable[int]) -> int | None:
@@ -387,22 +390,22 @@ class _Builder:
             self.add(Op.READ_MASTER, layer, (), [params], after=after)
         return None
 
-    def save(self, layer: int) -> None:
+    def save(self, layer: int) -> int:
         """Puts a layer's present state into the checkpoint, with at most two of them on their way."""
         self.to_save.remove(layer)
         snapshot = Value("snapshot", layer)
         saves = [index for index, action in enumerate(self.actions) if action.op is Op.SAVE]
         self.add(Op.READ if layer in self.shape.paged else Op.SNAPSHOT, layer, (), [snapshot], after=saves[-2:-1])
-        self.add(Op.SAVE, layer, [snapshot], (), [snapshot])
+        return self.add(Op.SAVE, layer, [snapshot], (), [snapshot])
 
     def drain(self, layer: int) -> int:
         """Takes a gradient off the device to where it waits, or straight into the update. Returns the last position."""
         grads = Value("grads", layer)
         drained = self.add(Op.GRADS, layer, (), [grads])
         if not self.shape.deferred:
-            if layer in self.to_save:
-                self.save(layer)
-            return self.update(layer, emit=False)
+            # A replay could no longer save what the update has changed.
+            saved = [self.save(layer)] if layer in self.to_save else []
+            return self.update(layer, emit=False, after=saved)
         if layer in self.shape.spilled_grads:
             return self.add(Op.WRITE_GRADS, layer, [grads], (), [grads])
         return drained

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -20,11 +22,15 @@ from megatrain_ray.actors.nvme_store import WriteReceipt
 from megatrain_ray.checkpoint.directory import list_checkpoints, newest_complete
 from megatrain_ray.checkpoint.resume import export, read_trainer_state
 from megatrain_ray.cluster import Cluster, TierSpec, private_bytes
-from megatrain_ray.config import Config, differences
+from megatrain_ray.config import Config, differences, with_override
+from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
-from megatrain_ray.errors import NonFiniteError, RunDirectoryError
+from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, TrainingError
+from megatrain_ray.observe.inspection import find_layer
+from megatrain_ray.observe.status import live_status
 from megatrain_ray.observe.trace import write_trace
+from megatrain_ray.observe.trackers import Trackers
 from megatrain_ray.pipeline import Pipeline, Record
 from megatrain_ray.planner import value_bytes
 from megatrain_ray.prepare import Prepared, prepare
@@ -54,6 +60,7 @@ class Trainer:
         step: Optimizer steps done.
         total_steps: Of the run.
         waiting_for: The action that the driver waits for, for people.
+        state: starting, running, pausing, paused, finished, stopped or failed.
     """
 
     def __init__(
@@ -69,13 +76,20 @@ class Trainer:
         self.tell = tell
         self.step = 0
         self.waiting_for = "nothing yet"
+        self.state = "starting"
         store = config.tiers.nvme_dir
         self.run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))
         self._pending: Hyper | None = None
         self._saving: int | None = None
         self._saved = -1
+        self._save_next = False
+        self._go = threading.Event()
+        self._go.set()
+        self._recent: deque[dict[str, Any]] = deque(maxlen=20)
+        self._control: ControlServer | None = None
         self._cluster: Cluster | None = None
         self._pipeline: Pipeline
+        self._trackers: Trackers
         self._arena: int | None = None
         self._training = self._stop = False
         self._peaks: dict[str, int] = {}
@@ -117,31 +131,118 @@ class Trainer:
         if self.step >= self.total_steps:
             self.tell(f"already complete: {self.step} of {self.total_steps} steps")
             return
-        self._start()
-        self._training = True
-        while self.step < self.total_steps and not self._stop:
-            record = self._take_step(self._data.step_batch(self.step + 1))
-            self._maybe_evaluate(record)
-            self.run.append(record)
-            every = self.config.training.save_steps
-            if every and self.step % every == 0 and self.step < self.total_steps:
-                self._begin_save()
-            yield record
-        self._training = False
-        self.save_checkpoint()
+        try:
+            self._start()
+            self._training = True
+            while self.step < self.total_steps and not self._stop:
+                if not self._go.is_set():
+                    self._wait_for_resume()
+                    continue
+                record = self._take_step(self._data.step_batch(self.step + 1))
+                self._maybe_evaluate(record)
+                self.run.append(record)
+                self._recent.append(record)
+                self._trackers.publish(record)
+                every = self.config.training.save_steps
+                due = self._save_next or bool(every and self.step % every == 0)
+                if due and self.step < self.total_steps:
+                    self._save_next = False
+                    self._begin_save()
+                yield record
+            self._training = False
+            self.save_checkpoint()
+        except Exception as error:
+            self._enter("failed", cause=str(error) or type(error).__name__)
+            raise
+        self._enter("finished" if self.step >= self.total_steps else "stopped")
 
     def request_stop(self) -> bool:
-        """Ends `steps` after the present step and its checkpoint; False when no step is under way."""
+        """Ends `steps` after the present step and its checkpoint; False when no step is under way. From any thread."""
         self._stop = True
+        self._go.set()
         return self._training
+
+    def pause(self) -> None:
+        """Holds `steps` after the present step, until `resume` or `request_stop`. From any thread."""
+        self._go.clear()
+
+    def resume(self) -> None:
+        """Goes on after `pause`. From any thread."""
+        self._go.set()
+
+    def restart(self, actor: str) -> int:
+        """Ends an actor's process; returns the pid of the one that takes its place. From any thread.
+
+        A step in progress is repeated; state in RAM survives.
+
+        Args:
+            actor: ``nvme_store``, ``cpu_optimizer`` or ``gpu_worker``.
+
+        Raises:
+            TrainingError: There is no such actor, or it has not been started.
+        """
+        if self._cluster is None or actor not in self._cluster.pids:
+            raise TrainingError(f"no actor {actor} is running; there are {', '.join(Tier)}, once the run has started")
+        return self._cluster.restart(Tier(actor))
+
+    def change(self, key: str, value: Any) -> None:
+        """Changes ``learning_rate``, which the scheduler scales, from the next step on. From any thread.
+
+        Checkpoints carry the new value: a resumed run must be given it, as any other change.
+
+        Raises:
+            ConfigError: Another key, or no learning rate.
+        """
+        if key.removeprefix("training.") != "learning_rate":
+            raise ConfigError(f"{key} cannot change while a run trains; learning_rate can")
+        self.config = with_override(self.config, f"training.learning_rate={value}")
+        self._learning_rate = self._make_schedule()
+        replace_text(self.run.path / "config.yaml", self.config.to_yaml())
+        self.tell(f"learning_rate {self.config.training.learning_rate:g} from the next step on")
+
+    def status(self) -> dict[str, Any]:
+        """What the run is doing now; see INTERFACE. From any thread."""
+        started = self._cluster is not None
+        pausing = self.state == "running" and not self._go.is_set()
+        return live_status(
+            run=str(self.run.path),
+            state="pausing" if pausing else self.state,
+            step=self.step,
+            max_steps=self.total_steps,
+            pids=dict(self._cluster.pids) if self._cluster is not None else {},
+            restarts=dict(self._cluster.restarts) if self._cluster is not None else {},
+            in_flight=self._pipeline.in_flight() if started and hasattr(self, "_pipeline") else [],
+            layer_names=[spec.name for spec in self._prepared.layers],
+            records=self._recent,
+            planned_bytes=self._prepared.plan.peak_bytes,
+        )
+
+    def inspect(self, layer: str, tensor: str | None = None) -> dict[str, Any]:
+        """Statistics of a layer's masters and moments as they are now. From any thread.
+
+        Args:
+            layer: Name, or position in the stream.
+            tensor: Only this one.
+
+        Raises:
+            InvalidInput: There is no such layer or tensor.
+            TrainingError: The actors have not been started.
+        """
+        spec = find_layer(self._prepared.layers, layer)
+        if self._cluster is None or Tier.OPTIMIZER not in self._cluster.pids:
+            raise TrainingError("the run is starting: its layers are not there yet")
+        arguments: tuple[Any, ...] = (spec.index, tensor)
+        if spec.index in self._shape.paged:
+            arguments += (self._cluster.call(Tier.STORE, "read", spec.index, num_values=1).values[0],)
+        facts: dict[str, Any] = self._cluster.ask(Tier.OPTIMIZER, "inspect", *arguments)
+        return facts
 
     def save_checkpoint(self) -> Path:
         """Completes the present step and saves it, unless that is done already; returns the checkpoint's directory."""
         self._start()
-        while self._saved != self.step:
+        if self._saved != self.step:
             self._begin_save()
-            self._run(build_flush(self._shape, pending=self._pending is not None, save=True), None)
-            self._finish_save()
+            self._flush_save()
         return self.run.path / f"checkpoint-{self.step}"
 
     def save_pretrained(self, out: str | Path, dtype: str | None = None) -> Path:
@@ -168,6 +269,12 @@ class Trainer:
 
     def shutdown(self) -> None:
         """Ends the actors, gives back memory and directory. Harmless when repeated."""
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+            self._trackers.close()
+            if self.state in ("starting", "running", "paused"):
+                self._enter("stopped")
         if self._cluster is not None:
             self._cluster.shutdown()
             self._cluster = None
@@ -217,6 +324,9 @@ class Trainer:
         prepared, plan = self._prepared, self._prepared.plan
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
         replace_text(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
+        self._enter("starting")
+        self._control = ControlServer(self.run.path, self._commands())
+        self._trackers = Trackers(self.config, self.run.path, step=self.step)
         # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
         self._arena = os.memfd_create("masters-and-moments")
         os.ftruncate(self._arena, arena_bytes(prepared.layers, plan.resident))
@@ -248,6 +358,33 @@ class Trainer:
         self._run(build_import(self._shape), None)
         for note in self._cluster.ask(Tier.WORKER, "finish_import"):
             self.tell(note)
+        self._enter("running")
+
+    def _enter(self, state: str, **facts: Any) -> None:
+        self.state = state
+        restarts = {} if self._cluster is None else {str(tier): count for tier, count in self._cluster.restarts.items()}
+        self.run.write_state(state, max_steps=self.total_steps, restarts=restarts, **facts)
+
+    def _commands(self) -> dict[str, Callable[..., Any]]:
+        """What other processes may ask of this one."""
+        return {
+            "status": self.status,
+            "inspect": self.inspect,
+            "pause": self.pause,
+            "resume": self.resume,
+            "stop": self.request_stop,
+            "restart": self.restart,
+            "set": self.change,
+        }
+
+    def _wait_for_resume(self) -> None:
+        """Nothing is left half done while a run is held, be it for days."""
+        if self._saving is not None:
+            self._flush_save()
+        self._enter("paused")
+        self.tell(f"paused at step {self.step}")
+        self._go.wait()
+        self._enter("running")
 
     @property
     def _shape(self) -> Any:
@@ -275,8 +412,14 @@ class Trainer:
         saving = self._saving is not None
         schedule = build_step(self._shape, pending=self._pending is not None, save=saving)
         records = self._run(schedule, batch, eager=hyper)
-        if saving:
-            self._finish_save()
+        if saving and not self._finish_save():
+            # The store died with half a checkpoint. Updates that wait for the next forward leave the state to be saved
+            # as it was; others have changed it, and the step after this one is saved instead.
+            if self._shape.deferred:
+                self._begin_save()
+                self._flush_save()
+            else:
+                self._save_next = True
         infos = [record.receipt.info for record in records if isinstance(record.receipt.info, GradInfo)]
         loss = next(info.loss for info in infos if info.loss is not None)
         grad_norm = math.sqrt(math.fsum(info.square_sum for info in infos))
@@ -378,7 +521,16 @@ class Trainer:
         deadline_s = self.config.tiers.deadline_s
         self._cluster.ask(Tier.STORE, "begin_save", self.step, self._prepared.save_spec, deadline_s=deadline_s)
 
-    def _finish_save(self) -> None:
+    def _flush_save(self) -> None:
+        """Completes the checkpoint that has begun without a step around it."""
+        while True:
+            self._run(build_flush(self._shape, pending=self._pending is not None, save=True), None)
+            if self._finish_save():
+                return
+            self._begin_save()
+
+    def _finish_save(self) -> bool:
+        """Whether the checkpoint is complete; a store that was restarted has lost what it had of it."""
         assert self._cluster is not None and self._saving is not None
         number, self._saving = self._saving, None
         state = {
@@ -389,10 +541,11 @@ class Trainer:
         }
         path = self._cluster.ask(Tier.STORE, "finish_save", number, state, deadline_s=self.config.tiers.deadline_s)
         if path is None:
-            self.tell(f"checkpoint-{number} was lost when the store restarted; earlier checkpoints are whole")
-            return
+            self.tell(f"checkpoint-{number} was interrupted when the store died: it is written again")
+            return False
         self._saved = number
         self.tell(f"saved {path}")
+        return True
 
     # --- what happens meanwhile -------------------------------------------------------------------------------------
 

@@ -27,13 +27,13 @@ def trace(records: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["learning_rate"], tuple(r["samples"])) for r in records]
 
 
-def page(trainer: Trainer, layers: set[int]) -> None:
-    """Moves these layers to the store, whatever the plan said, before the run starts."""
+def page(trainer: Trainer, layers: set[int], *, spill: bool = True) -> None:
+    """Moves these layers to the store, whatever the plan said, before the run starts; with ``spill`` gradients too."""
     prepared = trainer._prepared
     plan = prepared.plan
     deferred = plan.shape.deferred
     shape = dataclasses.replace(
-        plan.shape, paged=frozenset(layers), spilled_grads=frozenset(layers) if deferred else frozenset()
+        plan.shape, paged=frozenset(layers), spilled_grads=frozenset(layers) if deferred and spill else frozenset()
     )
     resident = tuple(index for index in shape.trainable if index not in layers)
     trainer._prepared = dataclasses.replace(prepared, plan=dataclasses.replace(plan, shape=shape, resident=resident))

@@ -206,6 +206,12 @@ class CpuOptimizer:
             "steps": {self.layers[layer].name: int(self._versions[layer]) >> _CHUNK_BITS for layer in self._state},
         }
 
+    def inspect(self, layer: int, tensor: str | None, state: PackedLayer | None = None) -> dict[str, Any]:
+        """Statistics of a layer in RAM, or of a ``state`` that the store has read."""
+        from megatrain_ray.observe.inspection import describe_state
+
+        return describe_state(self.layers[layer], state or self.snapshot(layer), tensor)
+
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _finished_step(self, layer: int) -> int:

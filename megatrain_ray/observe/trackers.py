@@ -1,0 +1,83 @@
+"""Metrics records sent to tensorboard and wandb, under the names that transformers' Trainer uses."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from megatrain_ray.config import Config
+from megatrain_ray.errors import ConfigError
+
+__all__ = ["Trackers", "check_trackers"]
+
+_TRAIN = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_per_s", "step_time_s", "device_idle_fraction")
+
+
+def check_trackers(config: Config) -> None:
+    """Looks for what ``training.report_to`` needs.
+
+    Raises:
+        ConfigError: A package is missing.
+    """
+    for name in config.training.report_to:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"training.report_to: {name} is not installed; pip install 'megatrain-ray[trackers]', or take it out"
+            )
+
+
+class Trackers:
+    """Sends records to whatever ``training.report_to`` names.
+
+    Args:
+        config: Of the run.
+        directory: Of the run; tensorboard's files go to its ``tensorboard`` folder, wandb's to ``wandb``.
+        step: Steps done: what an interrupted run has reported beyond them no longer counts.
+    """
+
+    def __init__(self, config: Config, directory: Path, *, step: int) -> None:
+        self._writer: Any = None
+        self._wandb: Any = None
+        names = config.training.report_to
+        if "tensorboard" in names:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
+        if "wandb" in names:
+            import wandb
+
+            self._wandb = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "megatrain_ray"),
+                name=directory.name,
+                id=xxhash.xxh3_64_hexdigest(str(directory).encode()),  # a resumed run goes on under its name
+                resume="allow",
+                dir=str(directory),
+                config=config.model_dump(mode="json"),
+            )
+
+    def publish(self, record: Mapping[str, Any]) -> None:
+        """Sends one record."""
+        if self._writer is None and self._wandb is None:
+            return
+        values = {f"train/{key}": record[key] for key in _TRAIN}
+        values |= {
+            key.replace("eval_", "eval/"): record[key] for key in ("eval_loss", "eval_perplexity") if key in record
+        }
+        if self._writer is not None:
+            for name, value in values.items():
+                self._writer.add_scalar(name, value, record["step"])
+            self._writer.flush()
+        if self._wandb is not None:
+            self._wandb.log(values, step=record["step"])
+
+    def close(self) -> None:
+        """Completes what was sent."""
+        if self._writer is not None:
+            self._writer.close()
+        if self._wandb is not None:
+            self._wandb.finish()

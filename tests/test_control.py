@@ -1,0 +1,261 @@
+"""A live run watched and steered from another process, and what is said of it afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatrain_ray.control import SOCKET, ControlServer, NotLiveError, ask
+from megatrain_ray.errors import ConfigError, RunDirectoryError, TrainingError
+from megatrain_ray.layout import pack_layer
+from megatrain_ray.observe.inspection import describe_state
+from megatrain_ray.observe.status import read_status, render_status
+from megatrain_ray.packed import STATE, PackedLayer
+from megatrain_ray.schedule import Tier
+from megatrain_ray.trainer import Trainer
+from tests.runs import digest, trace
+from tests.test_cli import run, start
+
+ModelDir = Callable[[str], Path]
+MakeConfig = Callable[..., Any]
+
+STEPS = 12
+
+
+def wait_for(directory: Path, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    for _ in range(1500):
+        try:
+            status: dict[str, Any] = ask(directory, "status")
+        except NotLiveError:
+            status = {}
+        if status and wanted(status):
+            return status
+        time.sleep(0.05)
+    raise AssertionError(f"never so: {status}")
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_instance")
+def test_a_run_that_is_steered_ends_as_one_that_is_not(
+    model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    options = {"training__max_steps": STEPS, "training__save_steps": 5, "tiers__placement": "nvme"}
+    undisturbed = make_config(model_dir("llama"), training__output_dir=str(tmp_path / "plain"), **options)
+    with Trainer(undisturbed) as trainer:
+        expected = list(trainer.steps())
+    config = make_config(model_dir("llama"), **options)
+    path = tmp_path / "run.yaml"
+    path.write_text(config.to_yaml())
+    directory = tmp_path / "run"
+    process = start("train", str(path), cwd=tmp_path)
+    try:
+        wait_for(directory, lambda status: status["state"] == "running")
+        ask(directory, "pause")
+        status = wait_for(directory, lambda status: status["state"] == "paused")
+        held_at = status["step"]
+        assert {"run", "state", "step", "max_steps", "actors"} <= status.keys()
+        assert (status["run"], status["max_steps"]) == (str(directory), STEPS)
+        pids = {name: actor["pid"] for name, actor in status["actors"].items()}
+        assert set(pids) == {"nvme_store", "cpu_optimizer", "gpu_worker"}
+        assert all(os.path.exists(f"/proc/{pid}") for pid in pids.values())
+        facts = ask(directory, "inspect", layer="embed")
+        assert facts["step"] in (held_at, held_at - 1)  # with clipping an update waits for the next forward
+        assert {tensor["name"] for tensor in facts["tensors"]} == {"model.embed_tokens.weight"}
+        for actor, pid in pids.items():
+            assert ask(directory, "restart", actor=actor) != pid
+        assert ask(directory, "status")["step"] == held_at
+
+        code, out, err = run("set", str(directory), "learning_rate=1e-3", cwd=tmp_path)
+        assert code == 0, err
+        code, out, err = run("set", str(directory), "seed=3", cwd=tmp_path)
+        assert code == 1 and "learning_rate can" in err.splitlines()[-1]
+        code, out, err = run("inspect", str(directory), "9", cwd=tmp_path)
+        assert code == 1 and "there is no layer 9" in err.splitlines()[-1]
+        code, out, err = run("resume", str(directory), cwd=tmp_path)
+        assert code == 0, err
+        with contextlib.suppress(TrainingError):  # the run may end first
+            for actor in pids:
+                ask(directory, "restart", actor=actor)
+        out, err = process.communicate(timeout=300)
+        assert process.returncode == 0, err
+    finally:
+        process.kill()
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    assert trace(records) == trace(expected)
+    for number in (10, STEPS):
+        assert digest(directory / f"checkpoint-{number}") == digest(tmp_path / "plain" / f"checkpoint-{number}")
+    assert not (directory / SOCKET).exists()
+
+    code, out, err = run("status", str(directory), "--json", cwd=tmp_path)
+    assert code == 0, err
+    after = json.loads(out)
+    assert (after["state"], after["step"]) == ("finished", STEPS)
+    assert all(actor["restarts"] >= 1 for actor in after["actors"].values())
+    code, out, err = run("inspect", str(directory), "layer-0001", "--json", cwd=tmp_path)
+    assert code == 0, err
+    saved: dict[str, torch.Tensor] = {}
+    for file in (directory / f"checkpoint-{STEPS}").glob("*.safetensors"):
+        saved |= load_file(file)
+    tensors = json.loads(out)["tensors"]
+    assert len(tensors) == 9
+    for tensor in tensors:
+        assert tensor["norm"] == pytest.approx(float(saved[tensor["name"]].double().norm()), rel=1e-6)
+        moment = saved[f"exp_avg.{tensor['name']}"]
+        assert tensor["exp_avg"]["norm"] == pytest.approx(float(moment.double().norm()), rel=1e-6)
+        assert sum(tensor["histogram"]["counts"]) == saved[tensor["name"]].numel()
+    code, out, err = run("pause", str(directory), cwd=tmp_path)
+    assert code == 1 and "the run is finished" in err.splitlines()[-1]
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_instance")
+def test_stop_set_and_inspect_in_process(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    config = make_config(model_dir("llama"), training__lr_scheduler_type="constant", tiers__placement="nvme")
+    rates = []
+    with Trainer(config) as trainer:
+        for record in trainer.steps():
+            rates.append(record["learning_rate"])
+            if record["step"] == 3:
+                ask(trainer.run.path, "set", key="learning_rate", value="5e-4")
+                paged = ask(trainer.run.path, "inspect", layer="1", tensor="model.layers.0.mlp.up_proj.weight")
+                assert paged["step"] == 2 and len(paged["tensors"]) == 1
+                with pytest.raises(TrainingError, match="has no tensor x; it has "):
+                    ask(trainer.run.path, "inspect", layer="1", tensor="x")
+                with pytest.raises(ConfigError, match="learning_rate"):
+                    trainer.change("learning_rate", "fast")
+            if record["step"] == 5:
+                ask(trainer.run.path, "stop")
+        directory = trainer.run.path
+    assert rates == [1e-3, 1e-3, 1e-3, 5e-4, 5e-4]
+    assert (directory / "checkpoint-5").is_dir()
+    assert read_status(directory)["state"] == "stopped"
+    # The checkpoint knows the new rate: whoever resumes with the old one is asked.
+    with pytest.raises(RunDirectoryError, match=r"training.learning_rate was 0.0005 and is 0.001"):
+        Trainer(config, resume=True)
+
+
+@pytest.mark.ray
+def test_a_killed_run_is_called_killed(model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(make_config(model_dir("llama"), training__max_steps=100000).to_yaml())
+    process = start("train", str(path), cwd=tmp_path)
+    directory = tmp_path / "run"
+    try:
+        status = wait_for(directory, lambda status: status["step"] > 0)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert status["eta_s"] > 0 and status["gb_per_s"]["object_store_put"] > 0
+    after = read_status(directory)
+    assert after["state"] == "killed" and after["step"] > 0
+    with pytest.raises(NotLiveError):
+        ask(directory, "pause")
+
+
+# --- the socket
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / ("deep" * 40) / ("deep" * 40)  # longer than a socket's name may be
+    directory.mkdir(parents=True)
+
+    def fail() -> None:
+        raise ZeroDivisionError("oops")
+
+    server = ControlServer(directory, {"double": lambda number: 2 * number, "fail": fail})
+    yield directory
+    server.close()
+    with pytest.raises(NotLiveError):
+        ask(directory, "double", number=1)
+
+
+def send(directory: Path, line: bytes) -> bytes:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        descriptor = os.open(directory, os.O_PATH)
+        connection.connect(f"/proc/self/fd/{descriptor}/{SOCKET}")
+        os.close(descriptor)
+        connection.sendall(line)
+        return connection.makefile("rb").readline()
+
+
+def test_a_command_and_its_answer(server: Path) -> None:
+    assert (server / SOCKET).stat().st_mode & 0o777 == 0o600
+    assert ask(server, "double", number=21) == 42
+
+
+@pytest.mark.parametrize(
+    "line", [b"\n", b"{}\n", b"[]\n", b"3\n", b'{"command": []}\n', b'{"command": "x"}\n', b"\xff\n"]
+)
+def test_nonsense_is_answered(server: Path, line: bytes) -> None:
+    assert "there are double, fail" in json.loads(send(server, line))["error"]
+    assert ask(server, "double", number=1) == 2
+
+
+def test_a_command_that_fails_does_not_end_the_run(server: Path) -> None:
+    with pytest.raises(TrainingError, match="ZeroDivisionError: oops"):
+        ask(server, "fail")
+    with pytest.raises(TrainingError, match="TypeError"):
+        ask(server, "double", wrong=1)
+    assert ask(server, "double", number=1) == 2
+
+
+def test_clients_that_hang_up_or_say_nothing_disturb_nobody(server: Path) -> None:
+    silent = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    descriptor = os.open(server, os.O_PATH)
+    silent.connect(f"/proc/self/fd/{descriptor}/{SOCKET}")
+    gone = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    gone.connect(f"/proc/self/fd/{descriptor}/{SOCKET}")
+    gone.sendall(b'{"command": "double", "number": 1}\n')
+    gone.close()
+    os.close(descriptor)
+    assert ask(server, "double", number=3) == 6
+    silent.close()
+
+
+# --- what is shown
+
+
+def test_statistics_of_a_layer() -> None:
+    spec = pack_layer(1, "layer-0000", [("a.weight", (3, 4)), ("a.bias", (4,))])
+    values = torch.zeros(3, spec.numel)
+    weight = torch.tensor([1.0, -2.0, 3.0, float("nan")] * 3)
+    offset = spec.tensors[0].offset
+    values[0, offset : offset + 12] = weight
+    values[1, offset : offset + 12] = 2.0
+    state = PackedLayer(1, 7, "float32", STATE, values.view(torch.uint8).numpy().reshape(-1))
+    facts = describe_state(spec, state)
+    first = facts["tensors"][0]
+    assert (facts["layer"], facts["step"], first["shape"]) == ("layer-0000", 7, [3, 4])
+    assert first["non_finite"] == 3
+    assert first["histogram"] == {"from": -2.0, "to": 3.0, "counts": [3, *[0] * 11, 3, *[0] * 6, 3]}
+    assert first["exp_avg"]["norm"] == pytest.approx(2 * 12**0.5)
+    assert first["exp_avg_sq"]["max"] == 0
+    with pytest.raises(RunDirectoryError, match=r"has no tensor b; it has a.weight, a.bias"):
+        describe_state(spec, state, "b")
+
+
+def test_status_of_what_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        read_status(tmp_path)
+    with pytest.raises(RunDirectoryError, match="holds no run"):
+        read_status(tmp_path / "absent")
+
+
+def test_a_run_of_which_little_is_known_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "state.json").write_text('{"state": "running", "pid": 1}')
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "lo')
+    status = read_status(tmp_path)
+    assert status["state"] == "killed" and set(status["actors"]) == set(map(str, Tier))
+    assert render_status(status)
