@@ -25,10 +25,11 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatrain_ray.errors import ActorLostError, PlanError, StalledError
+from megatrain_ray.observe.memory import PeakWatch, RayMemory
 from megatrain_ray.packed import PackedLayer
 from megatrain_ray.schedule import Tier
 
-__all__ = ["CLASS_NAME", "NAMESPACE", "Call", "Cluster", "Receipt", "TierSpec", "private_bytes"]
+__all__ = ["CLASS_NAME", "NAMESPACE", "Call", "Cluster", "Receipt", "TierSpec"]
 
 NAMESPACE = "megatrain_ray"
 START_DEADLINE_S = 180.0
@@ -44,7 +45,7 @@ class Receipt:
         started_s, ended_s: Seconds since the epoch, on the actor's clock (one host: the driver's too).
         info: What the method returned besides layers.
         put_bytes: Bytes of the layers that it returned.
-        private_bytes: Resident memory of the process at the end, shared memory left out.
+        private_bytes: Most private memory of the process since the receipt before; see `observe.memory`.
     """
 
     started_s: float
@@ -77,20 +78,13 @@ class Call:
     receipt: Any
 
 
-def private_bytes() -> int:
-    """Resident bytes of this process that it does not share (``/proc/self/statm``: resident - shared)."""
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        _, resident, shared, *_ = statm.read().split()
-    return (int(resident) - int(shared)) * os.sysconf("SC_PAGE_SIZE")
-
-
-def _report(outcome: Any, started_s: float) -> tuple[Any, ...]:
+def _report(outcome: Any, started_s: float, memory: PeakWatch) -> tuple[Any, ...]:
     """Splits what a method returned into layers and the rest, and adds the receipt."""
     parts = outcome if isinstance(outcome, tuple) else (outcome,)
     layers = tuple(part for part in parts if isinstance(part, PackedLayer))
     rest = [part for part in parts if not isinstance(part, PackedLayer)]
     put_bytes = sum(layer.data.nbytes for layer in layers)
-    receipt = Receipt(started_s, time.time(), rest[0] if rest else None, put_bytes, private_bytes())
+    receipt = Receipt(started_s, time.time(), rest[0] if rest else None, put_bytes, memory.take())
     return (*layers, receipt) if layers else (receipt,)
 
 
@@ -98,6 +92,7 @@ class _TierActor:
     """The remote side of one tier."""
 
     def __init__(self, build: Callable[[], Any], label: str) -> None:
+        self._memory = PeakWatch()
         self._tier = build()
         self._label = label
 
@@ -109,7 +104,7 @@ class _TierActor:
 
     def run(self, method: str, *arguments: Any) -> Any:
         started_s = time.time()
-        report = _report(getattr(self._tier, method)(*arguments), started_s)
+        report = _report(getattr(self._tier, method)(*arguments), started_s, self._memory)
         return report if len(report) > 1 else report[0]
 
 
@@ -119,7 +114,7 @@ class _AsyncTierActor(_TierActor):
     async def run(self, method: str, *arguments: Any) -> Any:
         started_s = time.time()
         outcome = getattr(self._tier, method)(*arguments)
-        report = _report(await outcome if inspect.isawaitable(outcome) else outcome, started_s)
+        report = _report(await outcome if inspect.isawaitable(outcome) else outcome, started_s, self._memory)
         return report if len(report) > 1 else report[0]
 
 
@@ -237,6 +232,12 @@ class Cluster:
         except RayTaskError as error:
             raise _cause(error) from None
         return receipt.info
+
+    def memory(self) -> RayMemory:
+        """Looks at what Ray takes on this host; the actors and this process are not part of it."""
+        here = ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
+        node = next(node for node in ray.nodes() if node["NodeID"] == here)  # type: ignore[no-untyped-call]
+        return RayMemory(node["ObjectStoreSocketName"], {os.getpid(), *self.pids.values()})
 
     def kill(self, tier: Tier) -> None:
         """Ends the tier's process at once, even a stopped one; Ray starts a new one."""

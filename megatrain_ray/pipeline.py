@@ -163,11 +163,10 @@ class _Attempt:
         """Lets what is in flight end, well or badly, so that a replay meets idle actors; forgets its values."""
         if self.in_flight:
             ray.wait(list(self.in_flight), num_returns=len(self.in_flight), timeout=self.pipeline.deadline_s)
-        for index, references in self.written.items():
-            if index not in self.records:
-                for value, reference in references.items():
-                    if self.pipeline.values.get(value) is reference:
-                        del self.pipeline.values[value]
+        for references in self.written.values():  # of what has not completed
+            for value, reference in references.items():
+                if self.pipeline.values.get(value) is reference:
+                    del self.pipeline.values[value]
 
     def _is_done(self, action: Action) -> bool:
         """On a replay: weights that are still in the object store, and layers that are in the checkpoint."""
@@ -228,6 +227,7 @@ class _Attempt:
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
         self.records[index] = Record(action, self.submitted_s[index], receipt)
+        del self.written[index]  # a reference held here would keep every value of the step until its end
         if action.op is Op.SAVE:
             self.saved.add(action.layer)
         for value in action.frees:

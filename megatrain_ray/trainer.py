@@ -19,11 +19,12 @@ from megatrain_ray.actors.gpu_worker import GradInfo
 from megatrain_ray.actors.nvme_store import WriteReceipt
 from megatrain_ray.checkpoint.directory import list_checkpoints, newest_complete
 from megatrain_ray.checkpoint.resume import export, read_trainer_state
-from megatrain_ray.cluster import Cluster, TierSpec, private_bytes
+from megatrain_ray.cluster import Cluster, TierSpec
 from megatrain_ray.config import Config, differences
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import NonFiniteError, RunDirectoryError
+from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.pipeline import Pipeline, Record
 from megatrain_ray.planner import value_bytes

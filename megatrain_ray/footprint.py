@@ -1,0 +1,221 @@
+"""What one micro-batch costs in each layer, in bytes and operations, without computing anything.
+
+The model's own pieces run on fake tensors: the kernels are only named, and every storage that appears or disappears is
+counted. So the figures follow the code that will run, for any architecture, from ``config.json`` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from megatrain_ray.model import MicroBatchTensors, Prologue, StreamModel
+from megatrain_ray.planner import LayerCost, StepCost
+from megatrain_ray.skeleton import text_config
+from megatrain_ray.tensors import bind
+
+__all__ = ["measure_cost"]
+
+
+def measure_cost(model: StreamModel, dtype: str, *, rows: int, row_tokens: int, chunk_tokens: int, mask: bool) -> StepCost:
+    """Runs one micro-batch of ``rows`` x ``row_tokens`` through the layers, each kind of layer once.
+
+    Args:
+        model: On meta, fp32.
+        dtype: Compute dtype.
+        rows, row_tokens: Shape of a micro-batch.
+        chunk_tokens: Target tokens whose logits exist at once.
+        mask: Rows are padded or packed, so that attention gets a mask.
+    """
+    trace = _Trace(model, dtype, rows, row_tokens, mask)
+    try:
+        return trace.run(min(chunk_tokens, rows * row_tokens))
+    except Exception:  # data-dependent control flow, an operator without a fake kernel
+        return _estimate(model, dtype, rows * row_tokens, min(chunk_tokens, rows * row_tokens))
+
+
+class _Trace:
+    def __init__(self, model: StreamModel, dtype: str, rows: int, row_tokens: int, mask: bool) -> None:
+        self.model = model
+        # In bfloat16 every operator has a fake kernel (grouped matrix products have none in float32). The activations
+        # that scale with the dtype are then twice as large in float32.
+        self.dtype = dtype
+        self.shape = (rows, row_tokens)
+        self.mask = mask
+
+    def run(self, chunk_tokens: int) -> StepCost:
+        model = self.model
+        was_training = model.module.training
+        logger = logging.getLogger("torch._subclasses.fake_tensor")
+        level = logger.level
+        logger.setLevel(logging.CRITICAL)  # what fails is estimated instead
+        try:
+            model.train()
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                return self._run(chunk_tokens)
+        finally:
+            logger.setLevel(level)
+            model.train(was_training)
+
+    def _run(self, chunk_tokens: int) -> StepCost:
+        model = self.model
+        batch = MicroBatchTensors(
+            torch.zeros(self.shape, dtype=torch.int64),
+            torch.ones((self.shape[0], 1, self.shape[1], self.shape[1]), dtype=torch.bool) if self.mask else None,
+        )
+        embed = self._weights(0)
+        with torch.no_grad(), _measured(*embed.values()) as entering:
+            prologue = model.prologue(embed, batch)
+        hidden = torch.empty_like(prologue.hidden)
+        costs: dict[Any, LayerCost] = {}
+        layers: list[LayerCost] = []
+        kinds = getattr(text_config(model.config), "layer_types", None)
+        for index in range(1, model.num_decoder_layers + 1):
+            spec = model.layers[index]
+            kind = (spec.extents, kinds[index - 1] if kinds else None)
+            if kind not in costs:
+                costs[kind] = self._decoder(index, hidden, prologue)
+            layers.append(costs[kind])
+        with torch.no_grad(), _measured(*embed.values(), *_tensors(prologue), hidden) as leaving:
+            model.prologue_backward(embed, batch, prologue, torch.empty_like(hidden), lambda name, grad: None)
+        first = LayerCost(entering.peak, 0, leaving.peak, entering.flops, leaving.flops)
+        mask_bytes = self.shape[0] * self.shape[1] ** 2 if self.mask else 0
+        return StepCost(
+            (first, *layers, self._head(hidden, chunk_tokens)),
+            hidden_bytes=hidden.nbytes,
+            prologue_bytes=entering.now - hidden.nbytes + mask_bytes,
+        )
+
+    def _decoder(self, index: int, hidden: Tensor, prologue: Prologue) -> LayerCost:
+        params = self._weights(index)
+        known = (*params.values(), *_tensors(prologue), hidden)
+        with torch.no_grad(), _measured(*known) as forward:
+            self.model.layer_forward(index, params, hidden, prologue)
+        grad = torch.empty_like(hidden)
+        with torch.no_grad(), _measured(*known, grad) as backward:
+            graph = self.model.layer_graph(index, params, hidden, prologue)
+            graph_bytes = backward.now
+            self.model.backward(graph, grad, lambda name, gradient: None)
+        return LayerCost(forward.peak, graph_bytes, backward.peak, forward.flops, backward.flops)
+
+    def _head(self, hidden: Tensor, chunk_tokens: int) -> LayerCost:
+        params: dict[str, Tensor] = {}
+        for index in self.model.head_reads:
+            params.update(self._weights(index))
+        rows = torch.empty_like(hidden.flatten(0, 1)[:chunk_tokens])
+        targets = torch.zeros(chunk_tokens, dtype=torch.int64)
+        with torch.no_grad(), _measured(*params.values(), rows, targets) as forward:
+            self.model.head_loss(params, rows, targets, normalizer=1, chunk_tokens=chunk_tokens)
+        with torch.no_grad(), _measured(*params.values(), rows, targets) as backward:
+            self.model.head_backward(
+                params, rows, targets, normalizer=1, chunk_tokens=chunk_tokens, sink=lambda name, grad: None
+            )
+        tokens = self.shape[0] * self.shape[1]
+        # The flops of all tokens, the memory of one chunk (and of the rows of all: input, gradient, their copies).
+        whole = 3 * hidden.nbytes
+        return LayerCost(
+            forward.peak + whole,
+            0,
+            backward.peak + whole,
+            forward.flops * tokens // chunk_tokens,
+            backward.flops * tokens // chunk_tokens,
+        )
+
+    def _weights(self, index: int) -> dict[str, Tensor]:
+        spec = self.model.layers[index]
+        return bind(spec, torch.empty(spec.numel, dtype=self.model.dtype))
+
+
+def _tensors(prologue: Prologue) -> list[Tensor]:
+    leaves = tree_leaves([(call.args, call.kwargs) for call in prologue.calls])
+    return [prologue.hidden, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
+
+
+class _Storages(TorchDispatchMode):
+    """Counts the bytes of storages that operators make, for as long as somebody holds them."""
+
+    def __init__(self, known: tuple[Tensor, ...]) -> None:
+        super().__init__()
+        self.now = self.peak = self.flops = 0
+        self._known = {tensor.untyped_storage()._cdata for tensor in known}
+        self._references: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        outcome = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(outcome):
+            if isinstance(leaf, Tensor):
+                self._see(leaf.untyped_storage())
+        return outcome
+
+    def _see(self, storage: Any) -> None:
+        key, nbytes = storage._cdata, storage.nbytes()
+        if key in self._known or key in self._references:
+            return
+
+        def gone(_: Any) -> None:
+            self.now -= nbytes
+            del self._references[key]
+
+        self._references[key] = weakref.ref(storage, gone)
+        self.now += nbytes
+        self.peak = max(self.peak, self.now)
+
+
+def _attention(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_flop_count(query, key, value))
+
+
+def _attention_backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+    return int(sdpa_backward_flop_count(grad, query, key, value))
+
+
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * int(a[-2]) * int(a[-1]) * int(b[-1])
+
+
+_FLOPS: dict[Any, Any] = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    torch.ops.aten._grouped_mm: _grouped,
+}
+"""What torch does not count by itself. As there, causal attention counts as full."""
+
+
+@contextmanager
+def _measured(*known: Tensor) -> Iterator[_Storages]:
+    counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+    with counter, _Storages(known) as storages:
+        yield storages
+    storages.flops = counter.get_total_flops()
+
+
+def _estimate(model: StreamModel, dtype: str, tokens: int, chunk_tokens: int) -> StepCost:
+    """From sizes alone: about 14 activations of the hidden size and 6 of the MLP's a token in a layer's graph."""
+    text = text_config(model.config)
+    width = model.hidden_size
+    inner = getattr(text, "moe_intermediate_size", None) or getattr(text, "intermediate_size", None) or 4 * width
+    experts = getattr(text, "num_experts_per_tok", None) or 1
+    itemsize = torch.finfo(getattr(torch, dtype)).bits // 8
+    graph = tokens * itemsize * (14 * width + 6 * inner * experts)
+    layers = []
+    for spec in model.layers[1:-1]:
+        flops = 2 * tokens * spec.num_parameters
+        layers.append(LayerCost(graph // 2, graph, graph + spec.numel * itemsize, flops, 3 * flops))
+    hidden = tokens * width * itemsize
+    head_params = sum(model.layers[index].num_parameters for index in model.head_reads)
+    logits = chunk_tokens * model.vocab_size * 4
+    flops = 2 * tokens * head_params
+    head = LayerCost(2 * logits + hidden, 0, 4 * logits + head_params * itemsize + 3 * hidden, flops, 3 * flops)
+    embed = LayerCost(hidden, 0, hidden + model.layers[0].numel * itemsize, 0, 0)
+    return StepCost((embed, *layers, head), hidden_bytes=hidden, prologue_bytes=tokens * tokens // 8)
