@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,37 +20,55 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from megatrain_ray.layout import ITEMSIZE
 from megatrain_ray.model import MicroBatchTensors, Prologue, StreamModel
-from megatrain_ray.planner import LayerCost, StepCost
+from megatrain_ray.timing import LayerCost, StepCost
 from megatrain_ray.skeleton import text_config
 from megatrain_ray.tensors import bind
 
 __all__ = ["measure_cost"]
 
 
-def measure_cost(model: StreamModel, dtype: str, *, rows: int, row_tokens: int, chunk_tokens: int, mask: bool) -> StepCost:
+def measure_cost(
+    build: Callable[[str], StreamModel], dtype: str, *, rows: int, row_tokens: int, chunk_tokens: int, mask: bool
+) -> StepCost:
     """Runs one micro-batch of ``rows`` x ``row_tokens`` through the layers, each kind of layer once.
 
     Args:
-        model: On meta, fp32.
-        dtype: Compute dtype.
+        build: Makes the model, on meta, with a compute dtype.
+        dtype: The compute dtype.
         rows, row_tokens: Shape of a micro-batch.
         chunk_tokens: Target tokens whose logits exist at once.
         mask: Rows are padded or packed, so that attention gets a mask.
     """
-    trace = _Trace(model, dtype, rows, row_tokens, mask)
-    try:
-        return trace.run(min(chunk_tokens, rows * row_tokens))
-    except Exception:  # data-dependent control flow, an operator without a fake kernel
-        return _estimate(model, dtype, rows * row_tokens, min(chunk_tokens, rows * row_tokens))
+    chunk_tokens = min(chunk_tokens, rows * row_tokens)
+    # Grouped matrix products have a fake kernel in bfloat16 only: what scales with the dtype is then doubled.
+    for tried, factor in ((dtype, 1), ("bfloat16", ITEMSIZE[dtype] // ITEMSIZE["bfloat16"])):
+        model = build(tried)
+        try:
+            return _scaled(_Trace(model, rows, row_tokens, mask).run(chunk_tokens), factor)
+        except Exception:  # data-dependent control flow, an operator without a fake kernel
+            continue
+    return _estimate(model, dtype, rows * row_tokens, chunk_tokens)
+
+
+def _scaled(cost: StepCost, factor: int) -> StepCost:
+    """All bytes times ``factor``."""
+    layers = tuple(
+        replace(
+            layer,
+            forward_bytes=factor * layer.forward_bytes,
+            graph_bytes=factor * layer.graph_bytes,
+            backward_bytes=factor * layer.backward_bytes,
+        )
+        for layer in cost.layers
+    )
+    return StepCost(layers, factor * cost.hidden_bytes, factor * cost.prologue_bytes)
 
 
 class _Trace:
-    def __init__(self, model: StreamModel, dtype: str, rows: int, row_tokens: int, mask: bool) -> None:
+    def __init__(self, model: StreamModel, rows: int, row_tokens: int, mask: bool) -> None:
         self.model = model
-        # In bfloat16 every operator has a fake kernel (grouped matrix products have none in float32). The activations
-        # that scale with the dtype are then twice as large in float32.
-        self.dtype = dtype
         self.shape = (rows, row_tokens)
         self.mask = mask
 

@@ -18,17 +18,19 @@ from megatrain_ray.data.corpus import Corpus
 from megatrain_ray.data.packing_gate import check_packing
 from megatrain_ray.data.sampler import TrainingData, build_evaluation_corpus, build_training_data
 from megatrain_ray.errors import ModelError, PlanError
+from megatrain_ray.footprint import measure_cost
 from megatrain_ray.gate import check_equality
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.machine import probe
+from megatrain_ray.machine import Machine, probe
 from megatrain_ray.model import StreamModel
-from megatrain_ray.planner import Plan, Workload, make_plan
+from megatrain_ray.observe.memory import private_bytes
+from megatrain_ray.planner import Plan, Workload, loss_chunk_tokens, make_plan
 from megatrain_ray.run_directory import RunDirectory
 from megatrain_ray.shrink import shrink_config
 from megatrain_ray.skeleton import read_model_config
 from megatrain_ray.start import ModelRecipe, StartPoint
 
-__all__ = ["Prepared", "prepare", "prepare_data"]
+__all__ = ["Prepared", "plan_elsewhere", "prepare", "prepare_data"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,19 +88,8 @@ def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None) -
 def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prepared:
     wanted = config.model
     device = _device(config.tiers.device)
-    directory = _local_directory(wanted.name_or_path)
-    model_config = read_model_config(str(directory), trust_remote_code=wanted.trust_remote_code)
+    directory, model_config, recipe, model = _checked_model(config)
     tokenizer = _tokenizer(directory, config)
-    recipe = ModelRecipe.of(
-        model_config, attn_implementation=wanted.attn_implementation, trust_remote_code=wanted.trust_remote_code
-    )
-    model = recipe.build()
-    check_equality(
-        model_config,
-        attn_implementation=model.config._attn_implementation,
-        trust_remote_code=wanted.trust_remote_code,
-    )
-    model.check_length(config.data.max_length)
     random = wanted.init == "random" and checkpoint is None
     start = StartPoint(
         recipe=recipe,
@@ -111,23 +102,7 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
 
     data = build_training_data(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
     evaluation = build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
-    text: Any = model_config.get_text_config()
-    workload = Workload(
-        row_tokens=data.max_row_tokens,
-        rows=config.training.per_device_train_batch_size,
-        micro_batches=config.training.gradient_accumulation_steps,
-        hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        vocabulary_rows=model.vocab_size,
-    )
-    plan = make_plan(
-        config,
-        model.layers,
-        model.head_reads,
-        compute_dtype=dtype,
-        workload=workload,
-        machine=probe(run.store, device),
-    )
+    plan = _plan(config, recipe, model, dtype, data.max_row_tokens, probe(run.store, device))
     save_spec = describe_saving(
         model,
         str(directory),
@@ -146,6 +121,66 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
         save_spec=save_spec,
         plan=plan,
         notes=(*model.warnings, *source.warnings, *save_spec.warnings),
+    )
+
+
+def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerSpec, ...]]:
+    """The plan on a machine that is described: neither its data nor weights are read, rows are ``data.max_length`` long.
+
+    Returns:
+        The plan, and the stream.
+
+    Raises:
+        InvalidInput: The model cannot be streamed exactly, or does not fit.
+    """
+    _, model_config, recipe, model = _checked_model(config)
+    if machine.device_memory_bytes is None or config.tiers.device == "cpu":
+        machine = replace(machine, device_memory_bytes=None)
+    device = "cpu" if machine.device_memory_bytes is None else "cuda:0"
+    dtype = _compute_dtype(config, model_config, device)
+    return _plan(config, recipe, model, dtype, config.data.max_length, machine), model.layers
+
+
+def _checked_model(config: Config) -> tuple[Path, Any, ModelRecipe, StreamModel]:
+    """Directory, configuration, recipe and fp32 model on meta, which the equality gate has let pass."""
+    wanted = config.model
+    directory = _local_directory(wanted.name_or_path)
+    model_config = read_model_config(str(directory), trust_remote_code=wanted.trust_remote_code)
+    recipe = ModelRecipe.of(
+        model_config, attn_implementation=wanted.attn_implementation, trust_remote_code=wanted.trust_remote_code
+    )
+    model = recipe.build()
+    check_equality(
+        model_config,
+        attn_implementation=model.config._attn_implementation,
+        trust_remote_code=wanted.trust_remote_code,
+    )
+    model.check_length(config.data.max_length)
+    return directory, model_config, recipe, model
+
+
+def _plan(
+    config: Config, recipe: ModelRecipe, model: StreamModel, dtype: str, row_tokens: int, machine: Machine
+) -> Plan:
+    training = config.training
+    rows = training.per_device_train_batch_size
+    chunk_tokens = loss_chunk_tokens(config, model.vocab_size)
+    cost = measure_cost(
+        lambda wanted: model if wanted == "float32" else recipe.build(wanted),
+        dtype,
+        rows=rows,
+        row_tokens=row_tokens,
+        chunk_tokens=chunk_tokens,
+        mask=rows > 1 or config.data.packing,
+    )
+    return make_plan(
+        config,
+        model.layers,
+        model.head_reads,
+        compute_dtype=dtype,
+        chunk_tokens=chunk_tokens,
+        workload=Workload(rows * row_tokens, training.gradient_accumulation_steps, cost, private_bytes()),
+        machine=machine,
     )
 
 

@@ -426,7 +426,9 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
     uses = [(Op.FORWARD, layer) for layer in range(head)] + [(Op.HEAD if train else Op.EVALUATE, head)]
     uses += [(Op.BACKWARD, layer) for layer in range(head - 1, -1, -1)] if train else []
     needs = [_weights_of(op, layer, shape, kept) for op, layer in uses]
-    last_use = {layer: use for use, layers in enumerate(needs) for layer in layers}
+    # A layer that keeps its graph is loaded once; on a CPU its weights stay where the object store has them.
+    holds = [(layer,) if op is Op.BACKWARD else needs[use] for use, (op, layer) in enumerate(uses)]
+    last_use = {layer: use for use, layers in enumerate(holds) for layer in layers}
     use_at: list[int] = []
     fed_for: dict[int, int] = {}  # the last use, so far, that loads a layer
     settled: dict[int, list[int]] = {}  # what must have left the object store before lookahead goes on, by use
@@ -445,8 +447,9 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
 
     def free(use: int) -> list[Value]:
         """Compute weights that nobody needs after this use, or that are cheaper to emit again than to keep."""
-        final = {layer for layer in needs[use] if last_use[layer] == use and (shape.deferred or not train)}
-        again = {layer for layer in needs[use] if fed_for[layer] == use and not shape.retain_params}
+        final = {layer for layer in holds[use] if last_use[layer] == use and (shape.deferred or not train)}
+        waits = kept if uses[use][0] is Op.FORWARD else frozenset[int]()
+        again = {layer for layer in needs[use] if fed_for[layer] == use and not shape.retain_params} - waits
         gone = sorted(final | again)
         builder.emitted.difference_update(gone)
         return [Value("params", layer) for layer in gone]

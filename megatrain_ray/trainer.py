@@ -24,7 +24,7 @@ from megatrain_ray.config import Config, differences
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import NonFiniteError, RunDirectoryError
-from megatrain_ray.observe.memory import private_bytes
+from megatrain_ray.observe.memory import RayMemory, private_bytes
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.pipeline import Pipeline, Record
 from megatrain_ray.planner import value_bytes
@@ -77,6 +77,7 @@ class Trainer:
         self._saved = -1
         self._cluster: Cluster | None = None
         self._pipeline: Pipeline
+        self._memory: RayMemory
         self._arena: int | None = None
         self._training = self._stop = False
         self._peaks: dict[str, int] = {}
@@ -246,6 +247,7 @@ class Trainer:
             on_wait=self._note_wait,
             on_death=self._note_death,
         )
+        self._memory = self._cluster.memory()
         self._run(build_import(self._shape), None)
         for note in self._cluster.ask(Tier.WORKER, "finish_import"):
             self.tell(note)
@@ -340,13 +342,11 @@ class Trainer:
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
         arena = arena_bytes(self._prepared.layers, self._prepared.plan.resident)
-        peaks = {
-            "driver": max(self._peaks.get("driver", 0), private_bytes()),
-            **{str(tier): self._peaks.get(str(tier), 0) for tier in Tier},
-            "object_store": self._pipeline.peak_bytes,
-            "device": self._peaks.get("device", 0),
-        }
-        self._peaks["driver"] = peaks["driver"]
+        self._peaks["driver"] = max(self._peaks.get("driver", 0), private_bytes())
+        self._peaks["ray"] = max(self._peaks.get("ray", 0), self._memory.processes_bytes())
+        peaks = {name: self._peaks.get(name, 0) for name in ("driver", *map(str, Tier), "ray", "device")}
+        # What is not seen (a Ray of somebody else's) is counted instead.
+        peaks["object_store"] = self._memory.object_store_bytes() or self._pipeline.peak_bytes
         peaks["cpu_optimizer"] += arena
         return {
             "step": batch.step,
