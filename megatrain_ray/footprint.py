@@ -22,15 +22,22 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from megatrain_ray.layout import ITEMSIZE
 from megatrain_ray.model import MicroBatchTensors, Prologue, StreamModel
-from megatrain_ray.timing import LayerCost, StepCost
 from megatrain_ray.skeleton import text_config
 from megatrain_ray.tensors import bind
+from megatrain_ray.timing import LayerCost, StepCost, heap_bytes
 
 __all__ = ["measure_cost"]
 
 
 def measure_cost(
-    build: Callable[[str], StreamModel], dtype: str, *, rows: int, row_tokens: int, chunk_tokens: int, mask: bool
+    build: Callable[[str], StreamModel],
+    dtype: str,
+    *,
+    rows: int,
+    row_tokens: int,
+    chunk_tokens: int,
+    mask: bool,
+    on_cpu: bool,
 ) -> StepCost:
     """Runs one micro-batch of ``rows`` x ``row_tokens`` through the layers, each kind of layer once.
 
@@ -40,13 +47,16 @@ def measure_cost(
         rows, row_tokens: Shape of a micro-batch.
         chunk_tokens: Target tokens whose logits exist at once.
         mask: Rows are padded or packed, so that attention gets a mask.
+        on_cpu: Buffers come from the C library's allocator.
     """
     chunk_tokens = min(chunk_tokens, rows * row_tokens)
     # Grouped matrix products have a fake kernel in bfloat16 only: what scales with the dtype is then doubled.
     for tried, factor in ((dtype, 1), ("bfloat16", ITEMSIZE[dtype] // ITEMSIZE["bfloat16"])):
         model = build(tried)
         try:
-            return _scaled(_Trace(model, rows, row_tokens, mask).run(chunk_tokens), factor)
+            return _scaled(
+                _Trace(model, rows, row_tokens, mask, heap_bytes if on_cpu else int).run(chunk_tokens), factor
+            )
         except Exception:  # data-dependent control flow, an operator without a fake kernel
             continue
     return _estimate(model, dtype, rows * row_tokens, chunk_tokens)
@@ -67,10 +77,13 @@ def _scaled(cost: StepCost, factor: int) -> StepCost:
 
 
 class _Trace:
-    def __init__(self, model: StreamModel, rows: int, row_tokens: int, mask: bool) -> None:
+    def __init__(
+        self, model: StreamModel, rows: int, row_tokens: int, mask: bool, allocated: Callable[[int], int]
+    ) -> None:
         self.model = model
         self.shape = (rows, row_tokens)
         self.mask = mask
+        self.allocated = allocated  # by a buffer of so many bytes
 
     def run(self, chunk_tokens: int) -> StepCost:
         model = self.model
@@ -93,7 +106,7 @@ class _Trace:
             torch.ones((self.shape[0], 1, self.shape[1], self.shape[1]), dtype=torch.bool) if self.mask else None,
         )
         embed = self._weights(0)
-        with torch.no_grad(), _measured(*embed.values()) as entering:
+        with torch.no_grad(), self._measured(*embed.values()) as entering:
             prologue = model.prologue(embed, batch)
         hidden = torch.empty_like(prologue.hidden)
         costs: dict[Any, LayerCost] = {}
@@ -105,23 +118,23 @@ class _Trace:
             if kind not in costs:
                 costs[kind] = self._decoder(index, hidden, prologue)
             layers.append(costs[kind])
-        with torch.no_grad(), _measured(*embed.values(), *_tensors(prologue), hidden) as leaving:
+        with torch.no_grad(), self._measured(*embed.values(), *_tensors(prologue), hidden) as leaving:
             model.prologue_backward(embed, batch, prologue, torch.empty_like(hidden), lambda name, grad: None)
         first = LayerCost(entering.peak, 0, leaving.peak, entering.flops, leaving.flops)
         mask_bytes = self.shape[0] * self.shape[1] ** 2 if self.mask else 0
         return StepCost(
             (first, *layers, self._head(hidden, chunk_tokens)),
             hidden_bytes=hidden.nbytes,
-            prologue_bytes=entering.now - hidden.nbytes + mask_bytes,
+            prologue_bytes=max(entering.now - self.allocated(hidden.nbytes), 0) + mask_bytes,
         )
 
     def _decoder(self, index: int, hidden: Tensor, prologue: Prologue) -> LayerCost:
         params = self._weights(index)
         known = (*params.values(), *_tensors(prologue), hidden)
-        with torch.no_grad(), _measured(*known) as forward:
+        with torch.no_grad(), self._measured(*known) as forward:
             self.model.layer_forward(index, params, hidden, prologue)
         grad = torch.empty_like(hidden)
-        with torch.no_grad(), _measured(*known, grad) as backward:
+        with torch.no_grad(), self._measured(*known, grad) as backward:
             graph = self.model.layer_graph(index, params, hidden, prologue)
             graph_bytes = backward.now
             self.model.backward(graph, grad, lambda name, gradient: None)
@@ -133,9 +146,9 @@ class _Trace:
             params.update(self._weights(index))
         rows = torch.empty_like(hidden.flatten(0, 1)[:chunk_tokens])
         targets = torch.zeros(chunk_tokens, dtype=torch.int64)
-        with torch.no_grad(), _measured(*params.values(), rows, targets) as forward:
+        with torch.no_grad(), self._measured(*params.values(), rows, targets) as forward:
             self.model.head_loss(params, rows, targets, normalizer=1, chunk_tokens=chunk_tokens)
-        with torch.no_grad(), _measured(*params.values(), rows, targets) as backward:
+        with torch.no_grad(), self._measured(*params.values(), rows, targets) as backward:
             self.model.head_backward(
                 params, rows, targets, normalizer=1, chunk_tokens=chunk_tokens, sink=lambda name, grad: None
             )
@@ -150,6 +163,14 @@ class _Trace:
             backward.flops * tokens // chunk_tokens,
         )
 
+    @contextmanager
+    def _measured(self, *known: Tensor) -> Iterator[_Storages]:
+        """Counts what happens inside, without what is ``known``."""
+        counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
+        with counter, _Storages(known, self.allocated) as storages:
+            yield storages
+        storages.flops = counter.get_total_flops()
+
     def _weights(self, index: int) -> dict[str, Tensor]:
         spec = self.model.layers[index]
         return bind(spec, torch.empty(spec.numel, dtype=self.model.dtype))
@@ -163,8 +184,9 @@ def _tensors(prologue: Prologue) -> list[Tensor]:
 class _Storages(TorchDispatchMode):
     """Counts the bytes of storages that operators make, for as long as somebody holds them."""
 
-    def __init__(self, known: tuple[Tensor, ...]) -> None:
-        super().__init__()
+    def __init__(self, known: tuple[Tensor, ...], allocated: Callable[[int], int]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._allocated = allocated
         self.now = self.peak = self.flops = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._references: dict[int, Any] = {}
@@ -177,7 +199,7 @@ class _Storages(TorchDispatchMode):
         return outcome
 
     def _see(self, storage: Any) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+        key, nbytes = storage._cdata, self._allocated(storage.nbytes())
         if key in self._known or key in self._references:
             return
 
@@ -208,14 +230,6 @@ _FLOPS: dict[Any, Any] = {
     torch.ops.aten._grouped_mm: _grouped,
 }
 """What torch does not count by itself. As there, causal attention counts as full."""
-
-
-@contextmanager
-def _measured(*known: Tensor) -> Iterator[_Storages]:
-    counter = FlopCounterMode(display=False, custom_mapping=_FLOPS)
-    with counter, _Storages(known) as storages:
-        yield storages
-    storages.flops = counter.get_total_flops()
 
 
 def _estimate(model: StreamModel, dtype: str, tokens: int, chunk_tokens: int) -> StepCost:

@@ -18,7 +18,7 @@ from megatrain_ray.layout import ITEMSIZE, LayerSpec, align_up
 from megatrain_ray.machine import Machine
 from megatrain_ray.packed import STATE
 from megatrain_ray.schedule import StepShape, Value, build_flush, build_import, build_step
-from megatrain_ray.timing import StepCost, StepTime, Timing, nvme_bytes
+from megatrain_ray.timing import StepCost, StepTime, Timing, heap_bytes, nvme_bytes
 
 __all__ = ["Plan", "Workload", "loss_chunk_tokens", "make_plan", "value_bytes"]
 
@@ -42,8 +42,11 @@ LOGITS_BYTES = 256 * MIB
 SPARE_SHARE = 0.9
 """Share of the available memory that a plan may use."""
 
-STAGING_BYTES = 4 * 8 * MIB
-"""The store's aligned blocks: one for each transfer under way."""
+STAGING_BLOCKS, STAGING_BLOCK_BYTES = 4, 8 * MIB
+"""The store's aligned blocks: one for each transfer under way, none larger than what is transferred."""
+
+FREED_BYTES = 8 * MIB
+"""Values that are freed, but not gone from the object store yet."""
 
 JOURNAL_BYTES = len(STATE) * 4 * (1 << 18)
 """The optimizer's undo journal: one chunk."""
@@ -329,7 +332,7 @@ class _Planner:
         phases = {
             name: {
                 "driver": self.workload.driver_bytes + RAY_CLIENT_BYTES,
-                "nvme_store": self._store(shape) if name != "import" else STORE_BYTES + STAGING_BYTES,
+                "nvme_store": self._store(shape) if name != "import" else STORE_BYTES + self._staging,
                 "cpu_optimizer": self._optimizer(shape, resident, updates=name != "import"),
                 "gpu_worker": host if name != "import" else WORKER_BYTES + importing,
                 # Pages that the object store has touched stay with it.
@@ -364,7 +367,9 @@ class _Planner:
             offload_inputs=choice.offload_inputs,
             slots=max(choice.prefetch_depth, 1) + 1,
             # Objects end at any byte: a little is lost between them.
-            object_store_bytes=wanted if wanted != "auto" else max(needed + needed // 16, MINIMUM_STORE_BYTES) + 32 * MIB,
+            object_store_bytes=wanted
+            if wanted != "auto"
+            else max(needed + needed // 16, MINIMUM_STORE_BYTES) + 32 * MIB,
             phases=phases,
             peak_bytes=peak,
             limits=self._limits,
@@ -384,19 +389,26 @@ class _Planner:
         )
         step = build_step(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
         flush = build_flush(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
-        return {"import": build_import(shape).peak_bytes(bytes_of), "step": step, "save": flush}
+        peaks = {"import": build_import(shape).peak_bytes(bytes_of), "step": step, "save": flush}
+        return {phase: peak + FREED_BYTES for phase, peak in peaks.items()}
 
     def _store(self, shape: StepShape) -> int:
         """Read buffers, used again: those of one layer more than are fetched ahead, within what the pool keeps."""
         pool_bytes = 2 * len(STATE) * max(spec.section_bytes("float32") for spec in self.layers)
         state = len(STATE) * self._largest(shape.paged) * (max(shape.prefetch_depth, 1) + 1)
         grads = self._largest(shape.spilled_grads) * (max(shape.prefetch_depth, 1) + 1)
-        return STORE_BYTES + STAGING_BYTES + min(state + grads, pool_bytes)
+        return STORE_BYTES + self._staging + min(state + grads, pool_bytes)
+
+    @property
+    def _staging(self) -> int:
+        return STAGING_BLOCKS * min(self._largest(range(len(self.layers))), STAGING_BLOCK_BYTES)
 
     def _optimizer(self, shape: StepShape, resident: Iterable[int], *, updates: bool) -> int:
         """The arena (header, journal, state), and buffers for a paged layer's new state and for cast weights."""
         header = align_up((2 + len(self.layers)) * 8, mmap.PAGESIZE)
-        arena = header + JOURNAL_BYTES + sum(len(STATE) * self.layers[index].section_bytes("float32") for index in resident)
+        arena = (
+            header + JOURNAL_BYTES + sum(len(STATE) * self.layers[index].section_bytes("float32") for index in resident)
+        )
         buffers = len(STATE) * self._largest(shape.paged)
         if shape.cast:
             buffers += self._largest(shape.trainable) // 4 * ITEMSIZE[self.compute_dtype]
@@ -405,13 +417,13 @@ class _Planner:
     def _worker(self, shape: StepShape, choice: _Choice) -> tuple[int, int | None]:
         """(host bytes, device bytes or None where the device is the host)."""
         cost, micro_batches = self.workload.cost, self.workload.micro_batches
-        hidden = cost.hidden_bytes * micro_batches
+        allocated = heap_bytes if self._on_cpu else int
+        hidden = allocated(cost.hidden_bytes) * micro_batches
         kept = self._kept(shape)
-        num_inputs = len(self.layers) - 2 - len(kept)
-        inputs = hidden * num_inputs
+        inputs = hidden * (len(self.layers) - 2 - len(kept))
         # Of equal layers one gradient is summed while the one before leaves; buffers are used again.
-        sums = self._largest(range(1, shape.head)) * min(2, shape.head - 1)
-        sums += sum(self.layers[index].section_bytes("float32") for index in (shape.embed, shape.head))
+        sums = allocated(self._largest(range(1, shape.head))) * min(2, shape.head - 1)
+        sums += sum(allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head))
         graphs = micro_batches * sum(cost.layers[index].graph_bytes for index in kept)
         working = max(max(layer.forward_bytes, layer.backward_bytes) for layer in cost.layers)
         # What left the last layer, and the gradient that goes back.
@@ -514,7 +526,10 @@ class _Planner:
         tiers = ("driver", "nvme_store", "cpu_optimizer", "gpu_worker", "object_store", "ray")
         source = "tiers.host_memory" if self.config.tiers.host_memory != "auto" else self.machine.host_memory_source
         paged = min(
-            (self._plan(replace(everything, retain_params=retain, spill_grads=spill)) for retain, spill in self._treatments),
+            (
+                self._plan(replace(everything, retain_params=retain, spill_grads=spill))
+                for retain, spill in self._treatments
+            ),
             key=lambda plan: plan.peak_bytes["total_ram"],
         )
         message = (
@@ -523,9 +538,12 @@ class _Planner:
             + ", ".join(f"{name} {_size(best.peak_bytes[name])}" for name in tiers)
         )
         if self._fits_ram(paged):
-            raise PlanError(f"{message}; set tiers.placement: nvme, with which it needs {_size(paged.peak_bytes['total_ram'])}")
-        raise PlanError(f"{message}; {self._smaller(lambda planner: planner._least_ram() <= planner._limits['total_ram'])}"
-                        f" or give it {_size(int(paged.peak_bytes['total_ram'] / SPARE_SHARE))} of memory")  # fmt: skip
+            raise PlanError(
+                f"{message}; set tiers.placement: nvme, with which it needs {_size(paged.peak_bytes['total_ram'])}"
+            )
+        change = self._smaller(lambda planner: planner._least_ram() <= planner._limits["total_ram"])
+        more = _size(int(paged.peak_bytes["total_ram"] / SPARE_SHARE))
+        raise PlanError(f"{message}; {change}, or give it {more} of memory")
 
     def _least_ram(self) -> int:
         everything = _Choice(num_paged=len(self._paging_order), prefetch_depth=0, offload_inputs=False)
@@ -576,7 +594,7 @@ class _Planner:
         if object_store > self._limits["object_store"]:
             raise PlanError(
                 f"the object store needs {_size(object_store)} of /dev/shm, which has "
-                f"{_size(self._limits['object_store'])}: enlarge it (docker run --shm-size, or mount -o remount,size=), "
+                f"{_size(self._limits['object_store'])}: enlarge it (docker run --shm-size, mount -o remount,size=), "
                 "or set tiers.placement: nvme"
             )
         if plan.disk_bytes > self._limits["disk"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,13 @@ from megatrain_ray.machine import Machine, probe
 from megatrain_ray.model import StreamModel
 from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.planner import Plan, Workload, loss_chunk_tokens, make_plan
-from megatrain_ray.run_directory import RunDirectory
+from megatrain_ray.run_directory import RunDirectory, output_path
 from megatrain_ray.shrink import shrink_config
 from megatrain_ray.skeleton import read_model_config
+from megatrain_ray.speeds import known_speeds, measure_speeds
 from megatrain_ray.start import ModelRecipe, StartPoint
 
-__all__ = ["Prepared", "plan_elsewhere", "prepare", "prepare_data"]
+__all__ = ["Prepared", "plan_elsewhere", "plan_here", "prepare", "prepare_data", "usable_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,7 @@ def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None) -
 
 def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prepared:
     wanted = config.model
-    device = _device(config.tiers.device)
+    device = usable_device(config.tiers.device)
     directory, model_config, recipe, model = _checked_model(config)
     tokenizer = _tokenizer(directory, config)
     random = wanted.init == "random" and checkpoint is None
@@ -102,7 +104,9 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
 
     data = build_training_data(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
     evaluation = build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
-    plan = _plan(config, recipe, model, dtype, data.max_row_tokens, probe(run.store, device))
+    plan = _plan(
+        config, recipe, model, dtype, data.max_row_tokens, probe(run.store, device, known_speeds(run.store, device))
+    )
     save_spec = describe_saving(
         model,
         str(directory),
@@ -124,8 +128,29 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
     )
 
 
+def plan_here(config: Config, *, measure: bool, tell: Callable[[str], None]) -> tuple[Plan, tuple[LayerSpec, ...]]:
+    """The plan that a run would have here and now.
+
+    Args:
+        config: Of the run.
+        measure: Measure the machine's speeds even if they are known.
+        tell: Called before what takes seconds.
+
+    Raises:
+        InvalidInput: Whatever would fail later.
+    """
+    store = config.tiers.nvme_dir
+    run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))
+    device = usable_device(config.tiers.device)
+    if measure or known_speeds(run.store, device) is None:
+        tell("measuring this machine: disk, memory, arithmetic")
+        measure_speeds(run.store, device)
+    prepared = prepare(config, run)
+    return prepared.plan, prepared.layers
+
+
 def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerSpec, ...]]:
-    """The plan on a machine that is described: neither its data nor weights are read, rows are ``data.max_length`` long.
+    """The plan on a machine that is described: no data and no weights are read; rows are ``data.max_length`` long.
 
     Returns:
         The plan, and the stream.
@@ -172,6 +197,7 @@ def _plan(
         row_tokens=row_tokens,
         chunk_tokens=chunk_tokens,
         mask=rows > 1 or config.data.packing,
+        on_cpu=machine.device_memory_bytes is None,
     )
     return make_plan(
         config,
@@ -216,7 +242,12 @@ def _needs_packed_masks(model: StreamModel, trust_remote_code: bool) -> bool:
         return check_packing(plain, name=type(model.module).__name__) == "masks"
 
 
-def _device(wanted: str) -> str:
+def usable_device(wanted: str) -> str:
+    """``tiers.device`` as ``cpu`` or ``cuda:N``.
+
+    Raises:
+        PlanError: There is no such GPU.
+    """
     if wanted == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":

@@ -11,13 +11,23 @@ from megatrain_ray.machine import Speeds
 from megatrain_ray.packed import STATE
 from megatrain_ray.schedule import Action, Op, Schedule, StepShape, Tier, build_step
 
-__all__ = ["LayerCost", "StepCost", "StepTime", "Timing", "nvme_bytes"]
+__all__ = ["LayerCost", "StepCost", "StepTime", "Timing", "heap_bytes", "nvme_bytes"]
 
 CHECKSUM_BYTES_PER_S = 10e9
 """xxh3 on one core; every transfer of the store is checked."""
 
 FASTER = 10.0
 """The bottleneck is what would shorten the step most if it were this much faster."""
+
+
+HEAP_LIMIT_BYTES = 32 << 20
+HEAP_FACTOR = 1.4
+"""glibc takes buffers below its largest mmap threshold from a heap that keeps what is freed; measured on the worker."""
+
+
+def heap_bytes(nbytes: int) -> int:
+    """What a buffer of the C library's allocator costs in the long run."""
+    return int(nbytes * HEAP_FACTOR) if nbytes < HEAP_LIMIT_BYTES else nbytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +134,8 @@ class Timing:
             nvme_read_bytes=read_bytes,
             nvme_write_bytes=write_bytes,
             bottleneck=bottleneck,
-            explanation=f"{self.speeds.describe(bottleneck, FASTER, self.compute_dtype)} makes the step {gain:.1f}x faster",
+            explanation=self.speeds.describe(bottleneck, FASTER, self.compute_dtype)
+            + f" makes the step {gain:.1f}x faster",
         )
 
     def _seconds(self, schedule: Schedule, shape: StepShape) -> float:
