@@ -239,8 +239,8 @@ class Cluster:
 
     def memory(self) -> RayMemory:
         """Looks at what Ray takes on this host; the actors and this process are not part of it."""
-        here = ray.get_runtime_context().get_node_id()  # type: ignore[no-untyped-call]
-        node = next(node for node in ray.nodes() if node["NodeID"] == here)
+        here = ray.get_runtime_context().get_node_id()
+        node = next(node for node in ray.nodes() if node["NodeID"] == here)  # type: ignore[no-untyped-call]
         return RayMemory(node["ObjectStoreSocketName"], {os.getpid(), *self.pids.values()})
 
     def kill(self, tier: Tier) -> None:

@@ -68,7 +68,7 @@ class Speeds:
             "memory": ("copying in host memory", self.memcpy_bytes_per_s / 1e9, "GB/s"),
             "link": ("the link between host and device", (self.link_bytes_per_s or 0) / 1e9, "GB/s"),
         }[resource]
-        return f"{name} bounds the step: {rate * factor:.3g} instead of {rate:.3g} {unit}"
+        return f"{name} bounds the step: {_short(rate * factor)} instead of {_short(rate)} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,11 @@ class Machine:
     device_memory_bytes: int | None
     speeds: Speeds = Speeds()
     drive_endurance_bytes: int | None = None
+
+
+def _short(value: float) -> str:
+    """Two or three digits, never an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _first_number(paths: tuple[str, ...]) -> int | None:

@@ -218,6 +218,7 @@ class _Planner:
     workload: Workload
     machine: Machine
     seen: dict[_Choice, Plan] = field(default_factory=dict)
+    stores: dict[StepShape, dict[str, int]] = field(default_factory=dict)
 
     # --- deciding -------------------------------------------------------------------------------------------------
 
@@ -326,7 +327,9 @@ class _Planner:
     def _predict(self, choice: _Choice) -> Plan:
         shape = self._shape(choice)
         resident = tuple(index for index in shape.trainable if index not in shape.paged)
-        stores = self._object_store(shape)
+        if shape not in self.stores:
+            self.stores[shape] = self._object_store(shape)
+        stores = self.stores[shape]
         host, device = self._worker(shape, choice)
         importing = self._import_bytes()
         phases = {
@@ -553,21 +556,26 @@ class _Planner:
         )
 
     def _smaller(self, fits: Callable[[_Planner], bool]) -> str:
-        """The smallest cut of a micro-batch that helps; its tokens are what activations scale with."""
+        """The smallest cut of a step that helps: fewer micro-batches, else fewer rows, else shorter ones."""
         training = self.config.training
-        rows = training.per_device_train_batch_size
-        for divisor in (2, 4, 8, 16, 32, 64):
-            if fits(self._scaled(divisor)):
-                if divisor <= rows:
-                    return (
-                        f"lower training.per_device_train_batch_size from {rows} to {rows // divisor} "
-                        f"(gradient_accumulation_steps {training.gradient_accumulation_steps * divisor})"
-                    )
-                length = self.config.data.max_length * rows // divisor
-                return f"set training.per_device_train_batch_size: 1 and data.max_length: {length}"
-        return "a smaller micro-batch does not help: its layers are too large"
+        rows, micro_batches = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        divisors = (2, 4, 8, 16, 32, 64)
+        for divisor in divisors:
+            if divisor <= micro_batches and fits(self._scaled(1, micro_batches // divisor)):
+                return f"lower training.gradient_accumulation_steps from {micro_batches} to {micro_batches // divisor}"
+        for divisor in divisors:
+            if divisor <= rows and fits(self._scaled(divisor, micro_batches)):
+                return f"lower training.per_device_train_batch_size from {rows} to {rows // divisor}"
+        for divisor in divisors:
+            length = self.config.data.max_length // divisor
+            if fits(self._scaled(rows * divisor, 1)):
+                return (
+                    "set training.gradient_accumulation_steps: 1, training.per_device_train_batch_size: 1 and "
+                    f"data.max_length: {length}"
+                )
+        return "smaller batches do not help: its layers are too large"
 
-    def _scaled(self, divisor: int) -> _Planner:
+    def _scaled(self, divisor: int, micro_batches: int) -> _Planner:
         """The same with fewer tokens in a micro-batch: weights' gradients and a chunk of logits stay what they are."""
         cost, itemsize = self.workload.cost, ITEMSIZE[self.compute_dtype]
         layers = []
@@ -581,7 +589,8 @@ class _Planner:
                 graph_bytes=layer.graph_bytes // divisor, backward_bytes=scaled,
             ))  # fmt: skip
         smaller = StepCost(tuple(layers), cost.hidden_bytes // divisor, cost.prologue_bytes // divisor)
-        return replace(self, workload=replace(self.workload, cost=smaller), seen={})
+        workload = replace(self.workload, cost=smaller, micro_batches=micro_batches)
+        return replace(self, workload=workload, seen={})
 
     def _check(self, plan: Plan) -> None:
         """Limits other than host memory."""

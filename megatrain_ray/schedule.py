@@ -437,7 +437,8 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
         if use >= len(uses):
             return
         done = use - 1 - lookahead
-        after = [use_at[done], *settled.get(done, [])] if done >= 0 else []
+        # A use's gradient is drained while the next one runs, after that one's lookahead: it counts one use later.
+        after = [use_at[done], *settled.get(done, []), *settled.get(done - 1, [])] if done >= 0 else []
         for layer in needs[use]:
             written = builder.emit(layer, after)
             if written is not None:
@@ -463,7 +464,8 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
     for use in range(lookahead):
         feed(use)
     for use, (op, layer) in enumerate(uses):
-        use_at.append(builder.add(op, layer, (), (), free(use)))
+        # Layers that keep their graph load nothing that could wait for their gradients to leave.
+        use_at.append(builder.add(op, layer, (), (), free(use), after=settled.get(use - 2 - lookahead, [])))
         feed(use + lookahead)
         if use:
             drain(use - 1)
