@@ -36,7 +36,6 @@ def measure_cost(
     rows: int,
     row_tokens: int,
     chunk_tokens: int,
-    mask: bool,
     on_cpu: bool,
 ) -> StepCost:
     """Runs one micro-batch of ``rows`` x ``row_tokens`` through the layers, each kind of layer once.
@@ -46,17 +45,14 @@ def measure_cost(
         dtype: The compute dtype.
         rows, row_tokens: Shape of a micro-batch.
         chunk_tokens: Target tokens whose logits exist at once.
-        mask: Rows are padded or packed, so that attention gets a mask.
         on_cpu: Buffers come from the C library's allocator.
     """
     chunk_tokens = min(chunk_tokens, rows * row_tokens)
     # Grouped matrix products have a fake kernel in bfloat16 only: what scales with the dtype is then doubled.
-    for tried, factor in ((dtype, 1), ("bfloat16", ITEMSIZE[dtype] // ITEMSIZE["bfloat16"])):
+    for tried, factor in {dtype: 1, "bfloat16": ITEMSIZE[dtype] // ITEMSIZE["bfloat16"]}.items():
         model = build(tried)
         try:
-            return _scaled(
-                _Trace(model, rows, row_tokens, mask, heap_bytes if on_cpu else int).run(chunk_tokens), factor
-            )
+            return _scaled(_Trace(model, rows, row_tokens, heap_bytes if on_cpu else int).run(chunk_tokens), factor)
         except Exception:  # data-dependent control flow, an operator without a fake kernel
             continue
     return _estimate(model, dtype, rows * row_tokens, chunk_tokens)
@@ -77,12 +73,9 @@ def _scaled(cost: StepCost, factor: int) -> StepCost:
 
 
 class _Trace:
-    def __init__(
-        self, model: StreamModel, rows: int, row_tokens: int, mask: bool, allocated: Callable[[int], int]
-    ) -> None:
+    def __init__(self, model: StreamModel, rows: int, row_tokens: int, allocated: Callable[[int], int]) -> None:
         self.model = model
         self.shape = (rows, row_tokens)
-        self.mask = mask
         self.allocated = allocated  # by a buffer of so many bytes
 
     def run(self, chunk_tokens: int) -> StepCost:
@@ -101,10 +94,8 @@ class _Trace:
 
     def _run(self, chunk_tokens: int) -> StepCost:
         model = self.model
-        batch = MicroBatchTensors(
-            torch.zeros(self.shape, dtype=torch.int64),
-            torch.ones((self.shape[0], 1, self.shape[1], self.shape[1]), dtype=torch.bool) if self.mask else None,
-        )
+        # On fake tensors transformers always makes the mask that padded or packed rows need.
+        batch = MicroBatchTensors(torch.zeros(self.shape, dtype=torch.int64))
         embed = self._weights(0)
         with torch.no_grad(), self._measured(*embed.values()) as entering:
             prologue = model.prologue(embed, batch)
@@ -121,11 +112,10 @@ class _Trace:
         with torch.no_grad(), self._measured(*embed.values(), *_tensors(prologue), hidden) as leaving:
             model.prologue_backward(embed, batch, prologue, torch.empty_like(hidden), lambda name, grad: None)
         first = LayerCost(entering.peak, 0, leaving.peak, entering.flops, leaving.flops)
-        mask_bytes = self.shape[0] * self.shape[1] ** 2 if self.mask else 0
         return StepCost(
             (first, *layers, self._head(hidden, chunk_tokens)),
             hidden_bytes=hidden.nbytes,
-            prologue_bytes=max(entering.now - self.allocated(hidden.nbytes), 0) + mask_bytes,
+            prologue_bytes=max(entering.now - self.allocated(hidden.nbytes), 0),
         )
 
     def _decoder(self, index: int, hidden: Tensor, prologue: Prologue) -> LayerCost:

@@ -21,7 +21,7 @@ class Speeds:
 
     Attributes:
         disk_read_bytes_per_s, disk_write_bytes_per_s: Direct I/O in large blocks, several at a time.
-        memcpy_bytes_per_s: One thread, between large buffers.
+        memcpy_bytes_per_s: Between large buffers in host memory, by a few threads.
         adamw_numel_per_s: Parameters that AdamW updates, with the optimizer's threads.
         float32_flops_per_s, bfloat16_flops_per_s: That the device reaches in a decoder layer, not its data sheet's.
         link_bytes_per_s: Host to device, pinned; None where the device is the host.

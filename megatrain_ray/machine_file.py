@@ -39,7 +39,7 @@ class MachineFile(BaseModel):
     drive_endurance: Bytes | None = None
     """Bytes that the drives may be written in their life (TBW), all together."""
     memcpy: Bytes
-    """Bytes a second that one thread copies."""
+    """Bytes a second copied between large buffers in host memory, by a few threads."""
     adamw: Rate
     """Parameters a second that AdamW updates with half of the cores; 28 bytes of memory traffic each."""
     device_memory: Bytes | None = None

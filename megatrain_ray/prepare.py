@@ -196,7 +196,6 @@ def _plan(
         rows=rows,
         row_tokens=row_tokens,
         chunk_tokens=chunk_tokens,
-        mask=rows > 1 or config.data.packing,
         on_cpu=machine.device_memory_bytes is None,
     )
     return make_plan(

@@ -52,7 +52,7 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
     cores = len(os.sched_getaffinity(0))
     try:
         torch.set_num_threads(max(cores // 2, 1))
-        adamw = _adamw(max(cores // 2, 1))
+        adamw, memcpy = _adamw(max(cores // 2, 1)), _memcpy()
         torch.set_num_threads(cores if device == "cpu" else threads)
         float32, bfloat16 = _layer_flops("float32", device), _layer_flops("bfloat16", device)
     finally:
@@ -61,7 +61,7 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
     speeds = Speeds(
         disk_read_bytes_per_s=read,
         disk_write_bytes_per_s=write,
-        memcpy_bytes_per_s=_memcpy(),
+        memcpy_bytes_per_s=memcpy,
         adamw_numel_per_s=adamw,
         float32_flops_per_s=float32,
         bfloat16_flops_per_s=bfloat16,
@@ -118,8 +118,9 @@ def _disk(directory: Path) -> tuple[float, float]:
 
 
 def _memcpy() -> float:
-    source, target = np.ones(128 << 20, np.uint8), np.ones(128 << 20, np.uint8)
-    return source.nbytes / _fastest(lambda: np.copyto(target, source))
+    """Bytes a second into memory that was touched before, with a few threads, as Ray copies into its object store."""
+    source, target = torch.ones(128 << 20, dtype=torch.uint8), torch.ones(128 << 20, dtype=torch.uint8)
+    return source.nbytes / _fastest(lambda: target.copy_(source))
 
 
 def _adamw(threads: int, numel: int = 1 << 23) -> float:
@@ -157,7 +158,7 @@ def _layer_flops(dtype: str, device: str) -> float:
     model = StreamModel.from_config(config, dtype=dtype, device=device)
     cost = measure_cost(
         lambda wanted: StreamModel.from_config(config, dtype=wanted),
-        dtype, rows=1, row_tokens=tokens, chunk_tokens=tokens, mask=False, on_cpu=True,
+        dtype, rows=1, row_tokens=tokens, chunk_tokens=tokens, on_cpu=True,
     )  # fmt: skip
     empty = [torch.zeros(spec.numel, dtype=model.dtype, device=device) for spec in model.layers]
     params = [bind(spec, flat) for spec, flat in zip(model.layers, empty, strict=True)]

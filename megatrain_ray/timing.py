@@ -195,10 +195,10 @@ class Timing:
                     work = update_s
                 case Op.UPDATE_EMIT:
                     work = update_s + emit_s
-                case Op.UPDATE_PAGED:
-                    work = update_s + 2 * copy_s(state)
+                case Op.UPDATE_PAGED:  # a chunk is copied and updated in cache; the new state is copied out
+                    work = update_s + copy_s(state)
                 case Op.UPDATE_PAGED_EMIT:
-                    work = update_s + 2 * copy_s(state) + emit_s
+                    work = update_s + copy_s(state) + emit_s
                 case Op.PARAMS | Op.CAST:
                     work = emit_s
                 case Op.SNAPSHOT | Op.KEEP:
