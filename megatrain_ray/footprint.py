@@ -30,7 +30,8 @@ __all__ = ["measure_cost"]
 
 
 def measure_cost(
-    build: Callable[[str], StreamModel],
+    model: StreamModel,
+    build: Callable[[str, int], StreamModel],
     dtype: str,
     *,
     rows: int,
@@ -41,18 +42,22 @@ def measure_cost(
     """Runs one micro-batch of ``rows`` x ``row_tokens`` through the layers, each kind of layer once.
 
     Args:
-        build: Makes the model, on meta, with a compute dtype.
+        model: On meta, in any dtype.
+        build: Makes its first layers alone, in a compute dtype.
         dtype: The compute dtype.
         rows, row_tokens: Shape of a micro-batch.
         chunk_tokens: Target tokens whose logits exist at once.
         on_cpu: Buffers come from the C library's allocator.
     """
     chunk_tokens = min(chunk_tokens, rows * row_tokens)
+    kinds = _kinds(model)
     # Grouped matrix products have a fake kernel in bfloat16 only: what scales with the dtype is then doubled.
     for tried, factor in {dtype: 1, "bfloat16": ITEMSIZE[dtype] // ITEMSIZE["bfloat16"]}.items():
-        model = build(tried)
         try:
-            return _scaled(_Trace(model, rows, row_tokens, heap_bytes if on_cpu else int).run(chunk_tokens), factor)
+            small = build(tried, max(map(kinds.index, kinds)) + 1)
+            cost = _scaled(_Trace(small, rows, row_tokens, heap_bytes if on_cpu else int).run(chunk_tokens), factor)
+            first, *decoder, last = cost.layers
+            return replace(cost, layers=(first, *(decoder[kinds.index(kind)] for kind in kinds), last))
         except Exception:  # data-dependent control flow, an operator without a fake kernel
             continue
     return _estimate(model, dtype, rows * row_tokens, chunk_tokens)
@@ -101,14 +106,10 @@ class _Trace:
             prologue = model.prologue(embed, batch)
         hidden = torch.empty_like(prologue.hidden)
         costs: dict[Any, LayerCost] = {}
-        layers: list[LayerCost] = []
-        kinds = getattr(text_config(model.config), "layer_types", None)
-        for index in range(1, model.num_decoder_layers + 1):
-            spec = model.layers[index]
-            kind = (spec.extents, kinds[index - 1] if kinds else None)
+        for index, kind in enumerate(_kinds(model), 1):
             if kind not in costs:
                 costs[kind] = self._decoder(index, hidden, prologue)
-            layers.append(costs[kind])
+        layers = [costs[kind] for kind in _kinds(model)]
         with torch.no_grad(), self._measured(*embed.values(), *_tensors(prologue), hidden) as leaving:
             model.prologue_backward(embed, batch, prologue, torch.empty_like(hidden), lambda name, grad: None)
         first = LayerCost(entering.peak, 0, leaving.peak, entering.flops, leaving.flops)
@@ -164,6 +165,12 @@ class _Trace:
     def _weights(self, index: int) -> dict[str, Tensor]:
         spec = self.model.layers[index]
         return bind(spec, torch.empty(spec.numel, dtype=self.model.dtype))
+
+
+def _kinds(model: StreamModel) -> list[Any]:
+    """Of each decoder layer, something that is equal for layers that cost the same."""
+    types = getattr(text_config(model.config), "layer_types", None) or [None] * model.num_decoder_layers
+    return [(spec.extents, kind) for spec, kind in zip(model.layers[1:-1], types, strict=True)]
 
 
 def _tensors(prologue: Prologue) -> list[Tensor]:

@@ -191,7 +191,8 @@ def _plan(
     rows = training.per_device_train_batch_size
     chunk_tokens = loss_chunk_tokens(config, model.vocab_size)
     cost = measure_cost(
-        lambda wanted: model if wanted == "float32" else recipe.build(wanted),
+        model,
+        recipe.build_first,
         dtype,
         rows=rows,
         row_tokens=row_tokens,

@@ -157,7 +157,8 @@ def _layer_flops(dtype: str, device: str) -> float:
     )  # fmt: skip
     model = StreamModel.from_config(config, dtype=dtype, device=device)
     cost = measure_cost(
-        lambda wanted: StreamModel.from_config(config, dtype=wanted),
+        model,
+        lambda wanted, _: StreamModel.from_config(config, dtype=wanted),
         dtype, rows=1, row_tokens=tokens, chunk_tokens=tokens, on_cpu=True,
     )  # fmt: skip
     empty = [torch.zeros(spec.numel, dtype=model.dtype, device=device) for spec in model.layers]

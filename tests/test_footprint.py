@@ -12,6 +12,7 @@ from megatrain_ray.footprint import measure_cost
 from megatrain_ray.machine_file import load_machine
 from megatrain_ray.model import StreamModel
 from megatrain_ray.prepare import plan_elsewhere
+from megatrain_ray.start import ModelRecipe
 from megatrain_ray.timing import StepCost
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,8 +24,9 @@ LLAMA = LlamaConfig(
 
 
 def cost(config: LlamaConfig | MixtralConfig, dtype: str = "float32") -> StepCost:
+    recipe = ModelRecipe.of(config, attn_implementation="sdpa", trust_remote_code=False)
     return measure_cost(
-        lambda wanted: StreamModel.from_config(config, dtype=wanted),
+        recipe.build(), recipe.build_first,
         dtype, rows=ROWS, row_tokens=TOKENS, chunk_tokens=32, on_cpu=False,
     )  # fmt: skip
 
