@@ -61,8 +61,8 @@ def _decisions(plan: Plan) -> list[str]:
             "gradients wait for the norm " + (f"in memory, {waiting} layers' in the store" if waiting else "in memory")
         )
     lines.append(
-        f"device: {shape.prefetch_depth} layers fetched ahead, {plan.slots} slots, weights "
-        + ("stay in memory" if shape.retain_params else "are made again")
+        f"device: prefetch depth {shape.prefetch_depth}, {plan.slots} slots for weights; they "
+        + ("stay in host memory" if shape.retain_params else "are made again")
         + " between forward and backward"
     )
     decoders = len(shape.numels) - 2
