@@ -75,29 +75,26 @@ def train(
 def plan(
     config_path: ConfigPath,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
+    machine: Annotated[Path | None, typer.Option(metavar="FILE", help="Plan for this machine instead.")] = None,
+    measure: Annotated[bool, typer.Option(help="Measure this machine's speeds again.")] = False,
     overrides: Overrides = None,
 ) -> None:
-    """Predicts the peak memory of each tier and where everything goes; starts nothing, writes nothing."""
+    """Predicts each tier's peak memory, the step time and what bounds it; starts nothing."""
     from megatrain_ray.config import load_config
-    from megatrain_ray.prepare import prepare
-    from megatrain_ray.run_directory import RunDirectory, output_path
+    from megatrain_ray.observe.plan_table import print_plan
+    from megatrain_ray.prepare import plan_elsewhere, plan_here
 
     config = load_config(config_path, overrides or ())
-    store = config.tiers.nvme_dir
-    run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))
-    prepared = prepare(config, run)
-    facts = prepared.plan.to_json()
+    if machine is not None:
+        from megatrain_ray.machine_file import load_machine
+
+        made, layers = plan_elsewhere(config, load_machine(machine))
+    else:
+        made, layers = plan_here(config, measure=measure, tell=_tell)
     if as_json:
-        print(json.dumps(facts, indent=2))
-        return
-    table = Table("tier", "peak", title=f"{sum(spec.num_parameters for spec in prepared.layers):,} parameters")
-    for name, size in facts["peak_bytes"].items():
-        table.add_row(name, f"{size / 2**20:,.0f} MiB")
-    table.add_row("store (disk)", f"{facts['store_bytes'] / 2**20:,.0f} MiB")
-    table.add_row("a checkpoint (disk)", f"{facts['checkpoint_bytes'] / 2**20:,.0f} MiB")
-    Console().print(table)
-    paged = facts["placement"].count("nvme")
-    print(f"masters and moments: {len(facts['placement']) - paged} layers in RAM, {paged} in the store")
+        print(json.dumps(made.to_json(), indent=2))
+    else:
+        print_plan(made, layers, Console())
 
 
 @app.command()

@@ -29,10 +29,11 @@ __all__ = [
     "differences",
     "load_config",
     "parse_bytes",
+    "read_yaml",
 ]
 
 _UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", 1):
+for _power, _letter in enumerate("KMGTP", 1):
     _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 
 
@@ -343,6 +344,19 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     Raises:
         ConfigError: The first problem, with file, line and key.
     """
+    values, lines = read_yaml(path)
+    values = {} if values is None else values
+    for override in overrides:
+        _override(values, override, lines)
+    return _validate(values, lines, str(path))
+
+
+def read_yaml(path: str | Path) -> tuple[Any, _Lines]:
+    """A YAML file as plain values, and where each key stands.
+
+    Raises:
+        ConfigError: It cannot be read, is not valid YAML, or repeats a key.
+    """
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -353,11 +367,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
     except OSError as error:
         raise ConfigError(f"{path}: cannot read the configuration: {error.strerror or error}") from None
     lines: _Lines = {}
-    values = _read(text, lambda line: f"{path}:{line}", (), lines)
-    values = {} if values is None else values
-    for override in overrides:
-        _override(values, override, lines)
-    return _validate(values, lines, str(path))
+    return _read(text, lambda line: f"{path}:{line}", (), lines), lines
 
 
 def with_override(config: Config, override: str) -> Config:

@@ -1,23 +1,79 @@
-"""What this machine has: memory as the cgroup allows it, shared memory, disk, cores."""
+"""A machine: memory as the cgroup allows it, shared memory, disk, cores, and how fast each tier moves its bytes."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
 
-__all__ = ["Machine", "existing_parent", "probe"]
+__all__ = ["Machine", "Speeds", "existing_parent", "probe"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
 
 
 @dataclass(frozen=True, slots=True)
+class Speeds:
+    """How fast a machine's tiers are.
+
+    Attributes:
+        disk_read_bytes_per_s, disk_write_bytes_per_s: Direct I/O in large blocks, several at a time.
+        memcpy_bytes_per_s: Between large buffers in host memory, by a few threads.
+        adamw_numel_per_s: Parameters that AdamW updates, with the optimizer's threads.
+        float32_flops_per_s, bfloat16_flops_per_s: That the device reaches in a decoder layer, not its data sheet's.
+        link_bytes_per_s: Host to device, pinned; None where the device is the host.
+        call_s: Overhead of one remote call.
+        source: Where the figures come from, for messages.
+    """
+
+    disk_read_bytes_per_s: float = 1e9
+    disk_write_bytes_per_s: float = 1e9
+    memcpy_bytes_per_s: float = 5e9
+    adamw_numel_per_s: float = 0.4e9
+    float32_flops_per_s: float = 100e9
+    bfloat16_flops_per_s: float = 100e9
+    link_bytes_per_s: float | None = None
+    call_s: float = 0.001
+    source: str = "assumed: `megatrain-ray plan` measures this machine"
+
+    def flops_per_s(self, dtype: str) -> float:
+        """Of the device in a compute dtype."""
+        return self.float32_flops_per_s if dtype == "float32" else self.bfloat16_flops_per_s
+
+    @property
+    def resources(self) -> tuple[str, ...]:
+        """What can bound a step."""
+        return ("compute", "disk", "optimizer", "memory", *(("link",) if self.link_bytes_per_s is not None else ()))
+
+    def faster(self, resource: str, factor: float) -> Speeds:
+        """The same machine with one resource ``factor`` times as fast."""
+        fields = {
+            "compute": ("float32_flops_per_s", "bfloat16_flops_per_s"),
+            "disk": ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
+            "optimizer": ("adamw_numel_per_s",),
+            "memory": ("memcpy_bytes_per_s",),
+            "link": ("link_bytes_per_s",),
+        }[resource]
+        return replace(self, **{name: getattr(self, name) * factor for name in fields})
+
+    def describe(self, resource: str, factor: float, dtype: str) -> str:
+        """``NVMe bounds the step: 7.0 GB/s instead of 0.7``, to be continued."""
+        name, rate, unit = {
+            "compute": ("the device's arithmetic", self.flops_per_s(dtype) / 1e12, f"{dtype} TFLOP/s"),
+            "disk": ("NVMe", self.disk_read_bytes_per_s / 1e9, "GB/s"),
+            "optimizer": ("AdamW on the CPU", self.adamw_numel_per_s / 1e9, "G parameters/s"),
+            "memory": ("copying in host memory", self.memcpy_bytes_per_s / 1e9, "GB/s"),
+            "link": ("the link between host and device", (self.link_bytes_per_s or 0) / 1e9, "GB/s"),
+        }[resource]
+        return f"{name} bounds the step: {_short(rate * factor)} instead of {_short(rate)} {unit}"
+
+
+@dataclass(frozen=True, slots=True)
 class Machine:
-    """Limits that a plan must keep.
+    """Limits that a plan must keep, and speeds that it counts on.
 
     Attributes:
         host_memory_bytes: Memory that the run may use, now.
@@ -26,6 +82,8 @@ class Machine:
         disk_free_bytes: Free bytes where the store will be.
         cores: Processors that this process may run on.
         device_memory_bytes: Of the GPU; None for the CPU, whose memory is the host's.
+        speeds: Measured, described or assumed.
+        drive_endurance_bytes: That the drives may be written in their life (TBW); None: unknown.
     """
 
     host_memory_bytes: int
@@ -34,6 +92,13 @@ class Machine:
     disk_free_bytes: int
     cores: int
     device_memory_bytes: int | None
+    speeds: Speeds = Speeds()
+    drive_endurance_bytes: int | None = None
+
+
+def _short(value: float) -> str:
+    """Two or three digits, never an exponent."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _first_number(paths: tuple[str, ...]) -> int | None:
@@ -55,12 +120,13 @@ def existing_parent(path: Path) -> Path:
     return path
 
 
-def probe(store_dir: Path, device: str) -> Machine:
+def probe(store_dir: Path, device: str, speeds: Speeds | None = None) -> Machine:
     """Reads the limits of this machine.
 
     Args:
         store_dir: Where the store will be; it need not exist.
         device: ``cpu`` or ``cuda:N``.
+        speeds: Of this machine, where they are known.
     """
     available, source = psutil.virtual_memory().available, "available memory of the host"
     limit, usage = _first_number(_CGROUP_LIMITS), _first_number(_CGROUP_USAGE)
@@ -78,4 +144,5 @@ def probe(store_dir: Path, device: str) -> Machine:
         disk_free_bytes=shutil.disk_usage(existing_parent(store_dir)).free,
         cores=len(os.sched_getaffinity(0)),
         device_memory_bytes=device_memory,
+        speeds=speeds or Speeds(),
     )

@@ -1,38 +1,61 @@
-"""What a run needs of each tier, and whether the machine has it (pure: no torch, no ray).
+"""What a run needs of each tier, where everything goes, and whether the machine has it (pure: no torch, no ray).
 
-RAM first: masters and moments stay in memory as far as they fit, the last layers are paged through the store. What does
-not fit at all is refused before anything is written, with the numbers.
+RAM first: masters and moments stay in memory as far as they fit, the others are paged through the store. What does not
+fit at all is refused before anything is written, with the numbers and the smallest change that would.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 from megatrain_ray.config import Config
 from megatrain_ray.errors import PlanError
-from megatrain_ray.layout import ITEMSIZE, LayerSpec
+from megatrain_ray.layout import ITEMSIZE, LayerSpec, align_up
 from megatrain_ray.machine import Machine
 from megatrain_ray.packed import STATE
-from megatrain_ray.schedule import StepShape, Value, build_step
+from megatrain_ray.schedule import StepShape, Value, build_flush, build_import, build_step
+from megatrain_ray.timing import StepCost, StepTime, Timing, heap_bytes, nvme_bytes
 
-__all__ = ["Plan", "Workload", "make_plan", "value_bytes"]
+__all__ = ["Plan", "Workload", "loss_chunk_tokens", "make_plan", "value_bytes"]
 
-PROCESS_BYTES = {"driver": 600 << 20, "nvme_store": 350 << 20, "cpu_optimizer": 300 << 20, "gpu_worker": 450 << 20}
-"""Measured: resident bytes of each process before it holds any tensor."""
+MIB = 1 << 20
 
-RAY_BYTES = 700 << 20
-"""Measured: Ray's own processes."""
+STORE_BYTES, OPTIMIZER_BYTES, WORKER_BYTES = 64 * MIB, 183 * MIB, 292 * MIB
+"""Measured: private memory of each actor's process before it holds any tensor (Python 3.11, torch 2.13, Ray 2.60)."""
 
-LOGITS_BYTES = 256 << 20
+RAY_CLIENT_BYTES = 28 * MIB
+"""Measured: what starting Ray adds to the driver."""
+
+RAY_BYTES, DASHBOARD_BYTES = 358 * MIB, 680 * MIB
+"""Measured: Ray's own processes (raylet, control store, agents, log monitor, an idle worker), and the dashboard's."""
+
+CUDA_BYTES = 600 * MIB
+"""Device memory for context, kernels and workspaces, which is not in torch's own count; as much again on the host."""
+
+LOGITS_BYTES = 256 * MIB
 """What the logits of one chunk may take, their gradient and copies included."""
-
-SPILL_SHARE = 0.8
-"""Beyond this share of its object store Ray starts to spill objects to disk, long before it is full."""
 
 SPARE_SHARE = 0.9
 """Share of the available memory that a plan may use."""
+
+STAGING_BLOCKS, STAGING_BLOCK_BYTES = 4, 8 * MIB
+"""The store's aligned blocks: one for each transfer under way, none larger than what is transferred."""
+
+FREED_BYTES = 8 * MIB
+"""Values that are freed, but not gone from the object store yet."""
+
+JOURNAL_BYTES = len(STATE) * 4 * (1 << 18)
+"""The optimizer's undo journal: one chunk."""
+
+MINIMUM_STORE_BYTES = 80 * MIB
+"""Ray accepts no smaller object store."""
+
+WORTH = 0.98
+"""More memory is used only where it makes the step at least 2% shorter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +63,16 @@ class Workload:
     """What a step computes on.
 
     Attributes:
-        row_tokens: Longest row.
-        rows: In one micro-batch.
+        tokens: Of one micro-batch, padding included.
         micro_batches: In one step.
-        hidden_size: Of the model.
-        intermediate_size: Of the model's MLP.
-        vocabulary_rows: Of the embedding.
+        cost: Of one micro-batch, in each layer.
+        driver_bytes: Private memory of the driver before Ray starts: libraries, tokens, tokenizer.
     """
 
-    row_tokens: int
-    rows: int
+    tokens: int
     micro_batches: int
-    hidden_size: int
-    intermediate_size: int
-    vocabulary_rows: int
-
-    @property
-    def micro_batch_tokens(self) -> int:
-        return self.row_tokens * self.rows
+    cost: StepCost
+    driver_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +84,21 @@ class Plan:
         resident: Layers whose masters and moments are in RAM.
         loss_chunk_tokens: Target tokens whose logits exist at once.
         worker_threads, optimizer_threads: Of each process.
+        offload_inputs: Layer inputs that backward needs wait in host memory instead of on the device.
+        slots: Device buffers for the weights of decoder layers.
         object_store_bytes: Size of Ray's object store.
-        peak_bytes: Predicted, by tier; ``total_ram`` adds up what is in host memory.
+        phases: Predicted peak bytes by phase and tier; ``export`` is `save_pretrained` of a live run.
+        peak_bytes: Predicted, by tier, over import, step and save. ``total_ram`` adds up what is in host memory;
+            ``device`` is absent on the CPU, ``nvme`` is the store.
+        limits: What each of ``total_ram``, ``object_store``, ``device`` and ``disk`` may be at most.
         store_bytes: Files of the store.
         checkpoint_bytes: One checkpoint.
+        disk_bytes: Store, the checkpoints that are kept, and the one being written.
+        tokens: Of a step, padding included.
+        time: Predicted step.
+        speeds: Where the figures behind ``time`` come from.
+        write_bytes_per_day: To the drive, checkpoints included.
+        drive_life_years: Until the drives' endurance is used up; None: unknown, or nothing is written.
     """
 
     shape: StepShape
@@ -80,24 +106,47 @@ class Plan:
     loss_chunk_tokens: int
     worker_threads: int
     optimizer_threads: int
+    offload_inputs: bool
+    slots: int
     object_store_bytes: int
+    phases: dict[str, dict[str, int]]
     peak_bytes: dict[str, int]
+    limits: dict[str, int]
     store_bytes: int
     checkpoint_bytes: int
+    disk_bytes: int
+    tokens: int
+    time: StepTime | None = None
+    speeds: str = ""
+    write_bytes_per_day: int = 0
+    drive_life_years: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """For plan.json."""
+        shape = self.shape
+        layers = range(len(shape.numels))
         return {
-            "placement": ["nvme" if layer in self.shape.paged else "ram" for layer in range(len(self.shape.numels))],
-            "prefetch_depth": self.shape.prefetch_depth,
-            "retain_params": self.shape.retain_params,
-            "keep_graph": self.shape.keep_graph,
+            "placement": ["nvme" if layer in shape.paged else "ram" for layer in layers],
+            "gradients": ["nvme" if layer in shape.spilled_grads else "object_store" for layer in layers],
+            "prefetch_depth": shape.prefetch_depth,
+            "slots": self.slots,
+            "retain_params": shape.retain_params,
+            "keep_graph": shape.keep_graph,
+            "offload_inputs": self.offload_inputs,
             "loss_chunk_tokens": self.loss_chunk_tokens,
             "threads": {"gpu_worker": self.worker_threads, "cpu_optimizer": self.optimizer_threads},
             "object_store_bytes": self.object_store_bytes,
             "peak_bytes": self.peak_bytes,
+            "phases": self.phases,
+            "limits": self.limits,
             "store_bytes": self.store_bytes,
             "checkpoint_bytes": self.checkpoint_bytes,
+            "disk_bytes": self.disk_bytes,
+            "tokens_per_step": self.tokens,
+            "step": None if self.time is None else asdict(self.time),
+            "speeds": self.speeds,
+            "write_bytes_per_day": self.write_bytes_per_day,
+            "drive_life_years": self.drive_life_years,
         }
 
 
@@ -113,156 +162,471 @@ def value_bytes(layers: tuple[LayerSpec, ...], compute_dtype: str) -> Callable[[
     return bytes_of
 
 
+def loss_chunk_tokens(config: Config, vocabulary_rows: int) -> int:
+    """Target tokens whose logits exist at once: about four fp32 copies of them."""
+    if config.tiers.loss_chunk_tokens != "auto":
+        return config.tiers.loss_chunk_tokens
+    return min(max(LOGITS_BYTES // (16 * vocabulary_rows), 64), 8192)
+
+
 def make_plan(
     config: Config,
     layers: tuple[LayerSpec, ...],
     head_reads: tuple[int, ...],
     *,
     compute_dtype: str,
+    chunk_tokens: int,
     workload: Workload,
     machine: Machine,
 ) -> Plan:
     """Places everything.
 
+    Args:
+        config: Of the run.
+        layers: The stream.
+        head_reads: Layers whose weights the head uses.
+        compute_dtype: Of the weights on the device.
+        chunk_tokens: See `loss_chunk_tokens`.
+        workload: Of a step.
+        machine: That it runs on.
+
     Raises:
         PlanError: It does not fit; the message says what is needed, what there is, and the smallest change that helps.
     """
-    tiers = config.tiers
-    limit = tiers.host_memory if tiers.host_memory != "auto" else int(machine.host_memory_bytes * SPARE_SHARE)
-    source = "tiers.host_memory" if tiers.host_memory != "auto" else machine.host_memory_source
-    trainable = [spec.index for spec in layers if spec.numel]
-    state_bytes = {index: len(STATE) * layers[index].section_bytes("float32") for index in trainable}
-    plans = []
-    for paged_count in {"ram": [0], "nvme": [len(trainable)]}.get(tiers.placement, range(len(trainable) + 1)):
-        paged = frozenset(trainable[len(trainable) - paged_count :])
-        # Paging starts once keeping weights from forward to backward no longer fits.
-        for retain in (True, False) if not paged_count or paged_count == len(trainable) else (False,):
-            if not retain and not config.training.max_grad_norm:
-                continue
-            plan = _place(config, layers, head_reads, compute_dtype, workload, machine, paged, retain, state_bytes)
-            plans.append(plan)
-            if plan.peak_bytes["total_ram"] <= limit:
-                _check(plan, config, machine)
-                return plan
-    best = min(plans, key=lambda plan: plan.peak_bytes["total_ram"])
-    raise PlanError(
-        f"the run needs {_gib(best.peak_bytes['total_ram'])} of memory and may use {_gib(limit)} ({source}): "
-        + ", ".join(f"{name} {_gib(size)}" for name, size in best.peak_bytes.items() if name != "total_ram")
-        + "; set tiers.placement: nvme, or lower per_device_train_batch_size or data.max_length"
-    )
+    return _Planner(config, layers, head_reads, compute_dtype, chunk_tokens, workload, machine).run()
 
 
-def _place(
-    config: Config,
-    layers: tuple[LayerSpec, ...],
-    head_reads: tuple[int, ...],
-    compute_dtype: str,
-    workload: Workload,
-    machine: Machine,
-    paged: frozenset[int],
-    retain: bool,
-    state_bytes: dict[int, int],
-) -> Plan:
-    tiers, training = config.tiers, config.training
-    deferred = bool(training.max_grad_norm)
-    keep_graph = max(len(layers) - 2 - tiers.recompute, 0) if isinstance(tiers.recompute, int) else 0
-    shape = StepShape(
-        numels=tuple(spec.numel for spec in layers),
-        head_reads=head_reads,
-        paged=paged,
-        spilled_grads=paged if deferred and not retain else frozenset(),
-        prefetch_depth=tiers.prefetch_depth if tiers.prefetch_depth != "auto" else 1,
-        deferred=deferred,
-        retain_params=retain,
-        keep_graph=keep_graph,
-        cast=compute_dtype != "float32",
-    )
-    resident = tuple(index for index in state_bytes if index not in paged)
-    schedule = build_step(shape, pending=deferred, save=True)
-    carried = [Value("grads", index) for index in state_bytes if deferred and index not in shape.spilled_grads]
-    object_store = schedule.peak_bytes(value_bytes(layers, compute_dtype), carried)
-    fitting = min(max(LOGITS_BYTES // (16 * workload.vocabulary_rows), 64), 8192)
-    chunk = fitting if tiers.loss_chunk_tokens == "auto" else tiers.loss_chunk_tokens
-    worker = _worker_bytes(layers, head_reads, compute_dtype, workload, chunk, keep_graph)
-    on_cpu = machine.device_memory_bytes is None
-    peak = {
-        "driver": PROCESS_BYTES["driver"],
-        "nvme_store": PROCESS_BYTES["nvme_store"] + _store_buffers(layers),
-        "cpu_optimizer": PROCESS_BYTES["cpu_optimizer"] + sum(state_bytes[index] for index in resident),
-        "gpu_worker": PROCESS_BYTES["gpu_worker"] + (worker if on_cpu else 0),
-        "object_store": object_store,
-        "ray": RAY_BYTES,
-    }
-    peak["total_ram"] = sum(peak.values())
-    if not on_cpu:
-        peak["device"] = worker
-    store_bytes = sum(state_bytes[index] * 2 for index in paged) + sum(state_bytes[index] // 3 for index in resident)
-    wanted = tiers.object_store_memory
-    return Plan(
-        shape=shape,
-        resident=resident,
-        loss_chunk_tokens=chunk,
-        worker_threads=machine.cores if on_cpu else max(machine.cores // 4, 1),
-        optimizer_threads=max(machine.cores // 2, 1),
-        object_store_bytes=wanted if wanted != "auto" else int(object_store / SPILL_SHARE) + (96 << 20),
-        peak_bytes=peak,
-        store_bytes=store_bytes,
-        checkpoint_bytes=sum(state_bytes.values()),
-    )
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What there is to decide."""
+
+    num_paged: int = 0
+    retain_params: bool = True
+    spill_grads: bool = False
+    prefetch_depth: int = 1
+    keep_graph: int = 0
+    offload_inputs: bool = False
 
 
-def _worker_bytes(
-    layers: tuple[LayerSpec, ...],
-    head_reads: tuple[int, ...],
-    compute_dtype: str,
-    workload: Workload,
-    chunk: int,
-    keep_graph: int,
-) -> int:
-    itemsize = ITEMSIZE[compute_dtype]
-    decoder = [spec.numel for spec in layers[1:-1]]
-    tokens = workload.micro_batch_tokens
-    saved_inputs = tokens * workload.micro_batches * workload.hidden_size * itemsize * len(decoder)
-    # One layer's graph: about 14 activations of the hidden size and 6 of the MLP's a token.
-    graph = tokens * itemsize * (14 * workload.hidden_size + 6 * workload.intermediate_size)
-    outer = sum(layers[index].numel for index in {0, *head_reads})
-    gradients = 4 * (3 * max(decoder) + outer)
-    logits = 4 * min(chunk, tokens) * workload.vocabulary_rows * 4
-    return saved_inputs + graph * (1 + keep_graph * workload.micro_batches) + gradients + logits
+@dataclass
+class _Planner:
+    config: Config
+    layers: tuple[LayerSpec, ...]
+    head_reads: tuple[int, ...]
+    compute_dtype: str
+    chunk_tokens: int
+    workload: Workload
+    machine: Machine
+    seen: dict[_Choice, Plan] = field(default_factory=dict)
+    stores: dict[StepShape, dict[str, int]] = field(default_factory=dict)
 
+    # --- deciding -------------------------------------------------------------------------------------------------
 
-def _store_buffers(layers: tuple[LayerSpec, ...]) -> int:
-    return 2 * len(STATE) * max(spec.section_bytes("float32") for spec in layers)
-
-
-def _check(plan: Plan, config: Config, machine: Machine) -> None:
-    """Limits other than host memory."""
-    object_store = plan.object_store_bytes
-    if object_store < plan.peak_bytes["object_store"]:
-        raise PlanError(
-            f"tiers.object_store_memory is {_gib(object_store)}; the run needs {_gib(plan.peak_bytes['object_store'])}"
+    def run(self) -> Plan:
+        start = _Choice(
+            prefetch_depth=1 if self.config.tiers.prefetch_depth == "auto" else self.config.tiers.prefetch_depth,
+            keep_graph=self._asked_keep_graph,
         )
-    if object_store > machine.shared_memory_bytes:
-        raise PlanError(
-            f"the object store needs {_gib(object_store)} of /dev/shm, which has {_gib(machine.shared_memory_bytes)}: "
-            "enlarge it (docker run --shm-size), or set tiers.placement: nvme"
-        )
-    copies = config.training.save_total_limit or 1
-    disk = plan.store_bytes + (copies + 1) * plan.checkpoint_bytes
-    if disk > machine.disk_free_bytes:
-        raise PlanError(
-            f"no space on disk: the store needs {_gib(plan.store_bytes)} and {copies + 1} checkpoints of "
-            f"{_gib(plan.checkpoint_bytes)}, {_gib(machine.disk_free_bytes)} are free; set tiers.nvme_dir or "
-            "training.output_dir to a larger disk, or lower save_total_limit"
-        )
-    device = machine.device_memory_bytes if config.tiers.device_memory == "auto" else config.tiers.device_memory
-    needed = plan.peak_bytes.get("device", 0)
-    if device is not None and needed > device:
-        raise PlanError(
-            f"the device needs {_gib(needed)} and has {_gib(device)}: lower per_device_train_batch_size or "
-            "data.max_length"
+        if not self._fits_device(self._plan(start)):
+            start = replace(start, offload_inputs=True)
+        fitting = [choice for choice in self._placements(start) if self._fits_ram(self._plan(choice))]
+        if not fitting:
+            self._refuse_ram(start)
+        choice = min(fitting, key=self._seconds)
+        for depth in (2, 3) if self.config.tiers.prefetch_depth == "auto" else ():
+            choice = self._better(choice, replace(choice, prefetch_depth=depth))
+        if self.config.tiers.recompute == "auto":
+            choice = self._better(choice, replace(choice, keep_graph=self._most_kept(choice)))
+        plan = self._plan(choice)
+        self._check(plan)
+        return self._timed(plan)
+
+    def _placements(self, start: _Choice) -> Iterator[_Choice]:
+        """For each treatment of weights and gradients: as few layers in the store as fit."""
+        for retain, spill in self._treatments:
+            base = replace(start, retain_params=retain, spill_grads=spill)
+            wanted = self.config.tiers.placement
+            if wanted == "ram":
+                yield base
+            elif wanted == "nvme":
+                yield replace(base, num_paged=len(self._paging_order))
+            else:
+                yield self._fewest_paged(base)
+
+    @property
+    def _treatments(self) -> tuple[tuple[bool, bool], ...]:
+        if not self._deferred:  # a replay starts from the step's weights: they stay
+            return ((True, False),)
+        return ((True, False), (False, False), (True, True), (False, True))
+
+    def _fewest_paged(self, base: _Choice) -> _Choice:
+        if self._fits_ram(self._plan(base)):
+            return base
+        low, high = 1, len(self._paging_order)
+        while low < high:  # more in the store needs less RAM
+            middle = (low + high) // 2
+            if self._fits_ram(self._plan(replace(base, num_paged=middle))):
+                high = middle
+            else:
+                low = middle + 1
+        return replace(base, num_paged=low)
+
+    def _most_kept(self, choice: _Choice) -> int:
+        low, high = choice.keep_graph, len(self.layers) - 2
+        while low < high:
+            middle = (low + high + 1) // 2
+            plan = self._plan(replace(choice, keep_graph=middle))
+            if self._fits_ram(plan) and self._fits_device(plan):
+                low = middle
+            else:
+                high = middle - 1
+        return low
+
+    def _better(self, present: _Choice, other: _Choice) -> _Choice:
+        """The other if it fits and is worth its memory."""
+        plan = self._plan(other)
+        fits = self._fits_ram(plan) and self._fits_device(plan)
+        return other if fits and self._seconds(other) < WORTH * self._seconds(present) else present
+
+    @property
+    def _deferred(self) -> bool:
+        return bool(self.config.training.max_grad_norm)
+
+    @property
+    def _asked_keep_graph(self) -> int:
+        recompute = self.config.tiers.recompute
+        return max(len(self.layers) - 2 - recompute, 0) if isinstance(recompute, int) else 0
+
+    @cached_property
+    def _paging_order(self) -> tuple[int, ...]:
+        """Small layers first, since buffers are as large as the largest paged layer; of equal ones the last first."""
+        trainable = [spec.index for spec in self.layers if spec.numel]
+        return tuple(sorted(trainable, key=lambda index: (self.layers[index].numel, -index)))
+
+    # --- predicting -----------------------------------------------------------------------------------------------
+
+    def _shape(self, choice: _Choice) -> StepShape:
+        paged = frozenset(self._paging_order[: choice.num_paged])
+        return StepShape(
+            numels=tuple(spec.numel for spec in self.layers),
+            head_reads=self.head_reads,
+            paged=paged,
+            spilled_grads=paged if choice.spill_grads else frozenset(),
+            prefetch_depth=choice.prefetch_depth,
+            deferred=self._deferred,
+            retain_params=choice.retain_params,
+            keep_graph=choice.keep_graph,
+            cast=self.compute_dtype != "float32",
         )
 
+    def _plan(self, choice: _Choice) -> Plan:
+        if choice not in self.seen:
+            self.seen[choice] = self._predict(choice)
+        return self.seen[choice]
 
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.2f} GiB" if size >= 1 << 28 else f"{size / 2**20:.1f} MiB"
+    def _predict(self, choice: _Choice) -> Plan:
+        shape = self._shape(choice)
+        resident = tuple(index for index in shape.trainable if index not in shape.paged)
+        if shape not in self.stores:
+            self.stores[shape] = self._object_store(shape)
+        stores = self.stores[shape]
+        host, device = self._worker(shape, choice)
+        importing = self._import_bytes()
+        phases = {
+            name: {
+                "driver": self.workload.driver_bytes + RAY_CLIENT_BYTES,
+                "nvme_store": self._store(shape) if name != "import" else STORE_BYTES + self._staging,
+                "cpu_optimizer": self._optimizer(shape, resident, updates=name != "import"),
+                "gpu_worker": host if name != "import" else WORKER_BYTES + importing,
+                # Pages that the object store has touched stay with it.
+                "object_store": max(list(stores.values())[: position + 1]),
+                "ray": RAY_BYTES + (DASHBOARD_BYTES if self.config.ray.dashboard else 0),
+            }
+            for position, name in enumerate(stores)
+        }
+        phases["export"] = {
+            **phases["save"],
+            "driver": phases["save"]["driver"] + max(spec.section_bytes("float32") for spec in self.layers),
+        }
+        for tiers in phases.values():
+            tiers["total_ram"] = sum(tiers.values())
+        running = [phases[name] for name in stores]
+        peak = {tier: max(phase[tier] for phase in running) for tier in running[0]}
+        if device is not None:
+            peak["device"] = device
+        store_bytes = self._store_files(shape, resident)
+        peak["nvme"] = store_bytes
+        checkpoint_bytes = len(STATE) * 4 * sum(spec.num_parameters for spec in self.layers)
+        checkpoints = (self.config.training.save_total_limit or 1) + 1
+        wanted = self.config.tiers.object_store_memory
+        needed = peak["object_store"]
+        cores = self.machine.cores
+        return Plan(
+            shape=shape,
+            resident=resident,
+            loss_chunk_tokens=self.chunk_tokens,
+            worker_threads=cores if self._on_cpu else max(cores // 4, 1),
+            optimizer_threads=max(cores // 2, 1),
+            offload_inputs=choice.offload_inputs,
+            slots=max(choice.prefetch_depth, 1) + 1,
+            # Objects end at any byte: a little is lost between them.
+            object_store_bytes=wanted
+            if wanted != "auto"
+            else max(needed + needed // 16, MINIMUM_STORE_BYTES) + 32 * MIB,
+            phases=phases,
+            peak_bytes=peak,
+            limits=self._limits,
+            store_bytes=store_bytes,
+            checkpoint_bytes=checkpoint_bytes,
+            disk_bytes=store_bytes + checkpoints * checkpoint_bytes,
+            tokens=self.workload.tokens * self.workload.micro_batches,
+        )
+
+    def _object_store(self, shape: StepShape) -> dict[str, int]:
+        """Most bytes of values at once, by phase."""
+        bytes_of = value_bytes(self.layers, self.compute_dtype)
+        carried = (
+            [Value("grads", index) for index in shape.trainable if index not in shape.spilled_grads]
+            if self._deferred
+            else []
+        )
+        step = build_step(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
+        flush = build_flush(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
+        peaks = {"import": build_import(shape).peak_bytes(bytes_of), "step": step, "save": flush}
+        return {phase: peak + FREED_BYTES for phase, peak in peaks.items()}
+
+    def _store(self, shape: StepShape) -> int:
+        """Read buffers, used again: those of one layer more than are fetched ahead, within what the pool keeps."""
+        pool_bytes = 2 * len(STATE) * max(spec.section_bytes("float32") for spec in self.layers)
+        state = len(STATE) * self._largest(shape.paged) * (max(shape.prefetch_depth, 1) + 1)
+        grads = self._largest(shape.spilled_grads) * (max(shape.prefetch_depth, 1) + 1)
+        return STORE_BYTES + self._staging + min(state + grads, pool_bytes)
+
+    @property
+    def _staging(self) -> int:
+        return STAGING_BLOCKS * min(self._largest(range(len(self.layers))), STAGING_BLOCK_BYTES)
+
+    def _optimizer(self, shape: StepShape, resident: Iterable[int], *, updates: bool) -> int:
+        """The arena (header, journal, state), and buffers for a paged layer's new state and for cast weights."""
+        header = align_up((2 + len(self.layers)) * 8, mmap.PAGESIZE)
+        arena = (
+            header + JOURNAL_BYTES + sum(len(STATE) * self.layers[index].section_bytes("float32") for index in resident)
+        )
+        buffers = len(STATE) * self._largest(shape.paged)
+        if shape.cast:
+            buffers += self._largest(shape.trainable) // 4 * ITEMSIZE[self.compute_dtype]
+        return OPTIMIZER_BYTES + arena + (buffers if updates else 0)
+
+    def _worker(self, shape: StepShape, choice: _Choice) -> tuple[int, int | None]:
+        """(host bytes, device bytes or None where the device is the host)."""
+        cost, micro_batches = self.workload.cost, self.workload.micro_batches
+        allocated = heap_bytes if self._on_cpu else int
+        hidden = allocated(cost.hidden_bytes) * micro_batches
+        kept = self._kept(shape)
+        inputs = hidden * (len(self.layers) - 2 - len(kept))
+        # Of equal layers one gradient is summed while the one before leaves; buffers are used again.
+        sums = allocated(self._largest(range(1, shape.head))) * min(2, shape.head - 1)
+        sums += sum(allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head))
+        graphs = micro_batches * sum(cost.layers[index].graph_bytes for index in kept)
+        working = max(max(layer.forward_bytes, layer.backward_bytes) for layer in cost.layers)
+        # What left the last layer, and the gradient that goes back.
+        work = sums + graphs + working + 2 * hidden + cost.prologue_bytes * micro_batches
+        if self._on_cpu:
+            return WORKER_BYTES + inputs + work, None
+        itemsize = ITEMSIZE[self.compute_dtype]
+        outer = sum(self.layers[index].numel for index in (shape.embed, shape.head))
+        decoder = self._largest(range(1, shape.head)) // 4
+        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + outer)
+        staging = slots - itemsize * decoder * len(kept) + sums
+        on_device = 2 * hidden if choice.offload_inputs else inputs
+        host = WORKER_BYTES + CUDA_BYTES + staging + (inputs if choice.offload_inputs else 0)
+        return host, CUDA_BYTES + slots + work + on_device
+
+    def _import_bytes(self) -> int:
+        """One layer as it is read, in fp32; a resumed run reads moments too."""
+        largest = self._largest(range(len(self.layers)))
+        return largest if self.config.model.init == "random" else 2 * largest
+
+    def _store_files(self, shape: StepShape, resident: Iterable[int]) -> int:
+        """Layers in RAM: masters as imported. Paged ones: with clipping one file a layer and a few spare ones."""
+        size = {index: self.layers[index].section_bytes("float32") for index in shape.trainable}
+        paged = sorted((len(STATE) * size[index] for index in shape.paged), reverse=True)
+        spare = sum(paged[: shape.prefetch_depth + 2]) if self._deferred else sum(paged)
+        return (
+            sum(size[index] for index in resident)
+            + sum(paged)
+            + spare
+            + sum(size[index] for index in shape.spilled_grads)
+        )
+
+    def _largest(self, indices: Iterable[int]) -> int:
+        """Bytes of the largest fp32 section."""
+        return max((self.layers[index].section_bytes("float32") for index in indices), default=0)
+
+    def _kept(self, shape: StepShape) -> range:
+        return range(shape.head - shape.keep_graph, shape.head)
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.machine.device_memory_bytes is None
+
+    # --- time -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _timing(self) -> Timing:
+        return Timing(
+            self.layers,
+            self.workload.cost,
+            self.workload.micro_batches,
+            self.compute_dtype,
+            self._on_cpu,
+            max(self.machine.cores // 2, 1) / self.machine.cores,
+            self.machine.speeds,
+        )
+
+    def _seconds(self, choice: _Choice) -> float:
+        return self._timing.step_s(self._shape(choice))
+
+    def _timed(self, plan: Plan) -> Plan:
+        time = self._timing.predict(plan.shape)
+        every = self.config.training.save_steps
+        written, step_s = float(time.nvme_write_bytes), time.step_s
+        if every:
+            saving = build_step(plan.shape, pending=self._deferred, save=True)
+            written += (nvme_bytes(saving, self.layers)[1] - time.nvme_write_bytes) / every
+            step_s += (time.save_step_s - time.step_s) / every
+        a_day = int(written * 86400 / step_s)
+        endurance = self.machine.drive_endurance_bytes
+        return replace(
+            plan,
+            time=time,
+            speeds=self.machine.speeds.source,
+            write_bytes_per_day=a_day,
+            drive_life_years=endurance / a_day / 365 if endurance and a_day else None,
+        )
+
+    # --- limits ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _limits(self) -> dict[str, int]:
+        tiers, machine = self.config.tiers, self.machine
+        ram = tiers.host_memory if tiers.host_memory != "auto" else int(machine.host_memory_bytes * SPARE_SHARE)
+        limits = {"total_ram": ram, "object_store": machine.shared_memory_bytes, "disk": machine.disk_free_bytes}
+        if machine.device_memory_bytes is not None:
+            limits["device"] = machine.device_memory_bytes if tiers.device_memory == "auto" else tiers.device_memory
+        return limits
+
+    def _fits_ram(self, plan: Plan) -> bool:
+        return plan.peak_bytes["total_ram"] <= self._limits["total_ram"]
+
+    def _fits_device(self, plan: Plan) -> bool:
+        return plan.peak_bytes.get("device", 0) <= self._limits.get("device", 0)
+
+    def _refuse_ram(self, start: _Choice) -> None:
+        everything = replace(start, num_paged=len(self._paging_order))
+        plans = [self._plan(choice) for choice in self._placements(start)]
+        best = min(plans, key=lambda plan: plan.peak_bytes["total_ram"])
+        tiers = ("driver", "nvme_store", "cpu_optimizer", "gpu_worker", "object_store", "ray")
+        source = "tiers.host_memory" if self.config.tiers.host_memory != "auto" else self.machine.host_memory_source
+        paged = min(
+            (
+                self._plan(replace(everything, retain_params=retain, spill_grads=spill))
+                for retain, spill in self._treatments
+            ),
+            key=lambda plan: plan.peak_bytes["total_ram"],
+        )
+        message = (
+            f"the run needs {_size(best.peak_bytes['total_ram'])} of memory and may use "
+            f"{_size(self._limits['total_ram'])} ({source}): "
+            + ", ".join(f"{name} {_size(best.peak_bytes[name])}" for name in tiers)
+        )
+        if self._fits_ram(paged):
+            raise PlanError(
+                f"{message}; set tiers.placement: nvme, with which it needs {_size(paged.peak_bytes['total_ram'])}"
+            )
+        change = self._smaller(lambda planner: planner._least_ram() <= planner._limits["total_ram"])
+        more = _size(int(paged.peak_bytes["total_ram"] / SPARE_SHARE))
+        raise PlanError(f"{message}; {change}, or give it {more} of memory")
+
+    def _least_ram(self) -> int:
+        everything = _Choice(num_paged=len(self._paging_order), prefetch_depth=0, offload_inputs=False)
+        return min(
+            self._plan(replace(everything, retain_params=retain, spill_grads=spill)).peak_bytes["total_ram"]
+            for retain, spill in self._treatments
+        )
+
+    def _smaller(self, fits: Callable[[_Planner], bool]) -> str:
+        """The smallest cut of a step that helps: fewer micro-batches, else fewer rows, else shorter ones."""
+        training = self.config.training
+        rows, micro_batches = training.per_device_train_batch_size, training.gradient_accumulation_steps
+        divisors = (2, 4, 8, 16, 32, 64)
+        for divisor in divisors:
+            if divisor <= micro_batches and fits(self._scaled(1, micro_batches // divisor)):
+                return f"lower training.gradient_accumulation_steps from {micro_batches} to {micro_batches // divisor}"
+        for divisor in divisors:
+            if divisor <= rows and fits(self._scaled(divisor, micro_batches)):
+                return f"lower training.per_device_train_batch_size from {rows} to {rows // divisor}"
+        for divisor in divisors:
+            length = self.config.data.max_length // divisor
+            if fits(self._scaled(rows * divisor, 1)):
+                return (
+                    "set training.gradient_accumulation_steps: 1, training.per_device_train_batch_size: 1 and "
+                    f"data.max_length: {length}"
+                )
+        return "smaller batches do not help: its layers are too large"
+
+    def _scaled(self, divisor: int, micro_batches: int) -> _Planner:
+        """The same with fewer tokens in a micro-batch: weights' gradients and a chunk of logits stay what they are."""
+        cost, itemsize = self.workload.cost, ITEMSIZE[self.compute_dtype]
+        layers = []
+        for spec, layer in zip(self.layers, cost.layers, strict=True):
+            fixed = max((tensor.numel * itemsize for tensor in spec.tensors), default=0)
+            if spec.index == len(self.layers) - 1:
+                fixed = layer.backward_bytes - 3 * cost.hidden_bytes
+            scaled = (layer.backward_bytes - fixed) // divisor + fixed
+            layers.append(replace(
+                layer, forward_bytes=min(layer.forward_bytes // divisor, scaled),
+                graph_bytes=layer.graph_bytes // divisor, backward_bytes=scaled,
+            ))  # fmt: skip
+        smaller = StepCost(tuple(layers), cost.hidden_bytes // divisor, cost.prologue_bytes // divisor)
+        workload = replace(self.workload, cost=smaller, micro_batches=micro_batches)
+        return replace(self, workload=workload, seen={})
+
+    def _check(self, plan: Plan) -> None:
+        """Limits other than host memory."""
+        object_store = plan.object_store_bytes
+        if object_store < plan.peak_bytes["object_store"]:
+            raise PlanError(
+                f"tiers.object_store_memory is {_size(object_store)}; the run needs "
+                f"{_size(plan.peak_bytes['object_store'])}"
+            )
+        if object_store > self._limits["object_store"]:
+            raise PlanError(
+                f"the object store needs {_size(object_store)} of /dev/shm, which has "
+                f"{_size(self._limits['object_store'])}: enlarge it (docker run --shm-size, mount -o remount,size=), "
+                "or set tiers.placement: nvme"
+            )
+        if plan.disk_bytes > self._limits["disk"]:
+            copies = self.config.training.save_total_limit or 1
+            without = plan.disk_bytes - (copies - 1) * plan.checkpoint_bytes
+            helps = (
+                f"set training.save_total_limit: 1, with which it needs {_size(without)}"
+                if copies > 1 and without <= self._limits["disk"]
+                else f"free {_size(plan.disk_bytes - self._limits['disk'])} there, or set tiers.nvme_dir or "
+                "training.output_dir to a larger disk"
+            )
+            raise PlanError(
+                f"no space on disk: the store needs {_size(plan.store_bytes)} and {copies + 1} checkpoints of "
+                f"{_size(plan.checkpoint_bytes)} (one of them being written), {_size(self._limits['disk'])} are free; "
+                f"{helps}"
+            )
+        if not self._fits_device(plan):
+            start = _Choice(offload_inputs=True)
+            change = self._smaller(lambda planner: planner._fits_device(planner._plan(start)))
+            raise PlanError(
+                f"the device needs {_size(plan.peak_bytes['device'])} and has {_size(self._limits['device'])}: {change}"
+            )
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 1 << 28 else f"{nbytes / MIB:.1f} MiB"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,21 @@ from megatrain_ray.data.corpus import Corpus
 from megatrain_ray.data.packing_gate import check_packing
 from megatrain_ray.data.sampler import TrainingData, build_evaluation_corpus, build_training_data
 from megatrain_ray.errors import ModelError, PlanError
+from megatrain_ray.footprint import measure_cost
 from megatrain_ray.gate import check_equality
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.machine import probe
+from megatrain_ray.machine import Machine, probe
 from megatrain_ray.model import StreamModel
+from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.observe.trackers import check_trackers
-from megatrain_ray.planner import Plan, Workload, make_plan
-from megatrain_ray.run_directory import RunDirectory
+from megatrain_ray.planner import Plan, Workload, loss_chunk_tokens, make_plan
+from megatrain_ray.run_directory import RunDirectory, output_path
 from megatrain_ray.shrink import shrink_config
 from megatrain_ray.skeleton import read_model_config
+from megatrain_ray.speeds import known_speeds, measure_speeds
 from megatrain_ray.start import ModelRecipe, StartPoint
 
-__all__ = ["Prepared", "prepare", "prepare_data"]
+__all__ = ["Prepared", "plan_elsewhere", "plan_here", "prepare", "prepare_data", "usable_device"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +90,10 @@ def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None) -
 
 def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prepared:
     wanted = config.model
-    device = _device(config.tiers.device)
+    device = usable_device(config.tiers.device)
     check_trackers(config)
-    directory = _local_directory(wanted.name_or_path)
-    model_config = read_model_config(str(directory), trust_remote_code=wanted.trust_remote_code)
+    directory, model_config, recipe, model = _checked_model(config)
     tokenizer = _tokenizer(directory, config)
-    recipe = ModelRecipe.of(
-        model_config, attn_implementation=wanted.attn_implementation, trust_remote_code=wanted.trust_remote_code
-    )
-    model = recipe.build()
-    check_equality(
-        model_config,
-        attn_implementation=model.config._attn_implementation,
-        trust_remote_code=wanted.trust_remote_code,
-    )
-    model.check_length(config.data.max_length)
     random = wanted.init == "random" and checkpoint is None
     start = StartPoint(
         recipe=recipe,
@@ -113,22 +106,8 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
 
     data = build_training_data(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
     evaluation = build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
-    text: Any = model_config.get_text_config()
-    workload = Workload(
-        row_tokens=data.max_row_tokens,
-        rows=config.training.per_device_train_batch_size,
-        micro_batches=config.training.gradient_accumulation_steps,
-        hidden_size=text.hidden_size,
-        intermediate_size=getattr(text, "intermediate_size", None) or 4 * text.hidden_size,
-        vocabulary_rows=model.vocab_size,
-    )
-    plan = make_plan(
-        config,
-        model.layers,
-        model.head_reads,
-        compute_dtype=dtype,
-        workload=workload,
-        machine=probe(run.store, device),
+    plan = _plan(
+        config, recipe, model, dtype, data.max_row_tokens, probe(run.store, device, known_speeds(run.store, device))
     )
     save_spec = describe_saving(
         model,
@@ -148,6 +127,88 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
         save_spec=save_spec,
         plan=plan,
         notes=(*model.warnings, *source.warnings, *save_spec.warnings),
+    )
+
+
+def plan_here(config: Config, *, measure: bool, tell: Callable[[str], None]) -> tuple[Plan, tuple[LayerSpec, ...]]:
+    """The plan that a run would have here and now.
+
+    Args:
+        config: Of the run.
+        measure: Measure the machine's speeds even if they are known.
+        tell: Called before what takes seconds.
+
+    Raises:
+        InvalidInput: Whatever would fail later.
+    """
+    store = config.tiers.nvme_dir
+    run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))
+    device = usable_device(config.tiers.device)
+    if measure or known_speeds(run.store, device) is None:
+        tell("measuring this machine: disk, memory, arithmetic")
+        measure_speeds(run.store, device)
+    prepared = prepare(config, run)
+    return prepared.plan, prepared.layers
+
+
+def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerSpec, ...]]:
+    """The plan on a machine that is described: no data and no weights are read; rows are ``data.max_length`` long.
+
+    Returns:
+        The plan, and the stream.
+
+    Raises:
+        InvalidInput: The model cannot be streamed exactly, or does not fit.
+    """
+    _, model_config, recipe, model = _checked_model(config)
+    if machine.device_memory_bytes is None or config.tiers.device == "cpu":
+        machine = replace(machine, device_memory_bytes=None)
+    device = "cpu" if machine.device_memory_bytes is None else "cuda:0"
+    dtype = _compute_dtype(config, model_config, device)
+    return _plan(config, recipe, model, dtype, config.data.max_length, machine), model.layers
+
+
+def _checked_model(config: Config) -> tuple[Path, Any, ModelRecipe, StreamModel]:
+    """Directory, configuration, recipe and fp32 model on meta, which the equality gate has let pass."""
+    wanted = config.model
+    directory = _local_directory(wanted.name_or_path)
+    model_config = read_model_config(str(directory), trust_remote_code=wanted.trust_remote_code)
+    recipe = ModelRecipe.of(
+        model_config, attn_implementation=wanted.attn_implementation, trust_remote_code=wanted.trust_remote_code
+    )
+    model = recipe.build()
+    check_equality(
+        model_config,
+        attn_implementation=model.config._attn_implementation,
+        trust_remote_code=wanted.trust_remote_code,
+    )
+    model.check_length(config.data.max_length)
+    return directory, model_config, recipe, model
+
+
+def _plan(
+    config: Config, recipe: ModelRecipe, model: StreamModel, dtype: str, row_tokens: int, machine: Machine
+) -> Plan:
+    training = config.training
+    rows = training.per_device_train_batch_size
+    chunk_tokens = loss_chunk_tokens(config, model.vocab_size)
+    cost = measure_cost(
+        model,
+        recipe.build_first,
+        dtype,
+        rows=rows,
+        row_tokens=row_tokens,
+        chunk_tokens=chunk_tokens,
+        on_cpu=machine.device_memory_bytes is None,
+    )
+    return make_plan(
+        config,
+        model.layers,
+        model.head_reads,
+        compute_dtype=dtype,
+        chunk_tokens=chunk_tokens,
+        workload=Workload(rows * row_tokens, training.gradient_accumulation_steps, cost, private_bytes()),
+        machine=machine,
     )
 
 
@@ -183,7 +244,12 @@ def _needs_packed_masks(model: StreamModel, trust_remote_code: bool) -> bool:
         return check_packing(plain, name=type(model.module).__name__) == "masks"
 
 
-def _device(wanted: str) -> str:
+def usable_device(wanted: str) -> str:
+    """``tiers.device`` as ``cpu`` or ``cuda:N``.
+
+    Raises:
+        PlanError: There is no such GPU.
+    """
     if wanted == "auto":
         return "cuda:0" if torch.cuda.is_available() else "cpu"
     if wanted == "cpu":

@@ -429,7 +429,9 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
     uses = [(Op.FORWARD, layer) for layer in range(head)] + [(Op.HEAD if train else Op.EVALUATE, head)]
     uses += [(Op.BACKWARD, layer) for layer in range(head - 1, -1, -1)] if train else []
     needs = [_weights_of(op, layer, shape, kept) for op, layer in uses]
-    last_use = {layer: use for use, layers in enumerate(needs) for layer in layers}
+    # A layer that keeps its graph is loaded once; on a CPU its weights stay where the object store has them.
+    holds = [(layer,) if op is Op.BACKWARD else needs[use] for use, (op, layer) in enumerate(uses)]
+    last_use = {layer: use for use, layers in enumerate(holds) for layer in layers}
     use_at: list[int] = []
     fed_for: dict[int, int] = {}  # the last use, so far, that loads a layer
     settled: dict[int, list[int]] = {}  # what must have left the object store before lookahead goes on, by use
@@ -438,7 +440,8 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
         if use >= len(uses):
             return
         done = use - 1 - lookahead
-        after = [use_at[done], *settled.get(done, [])] if done >= 0 else []
+        # A use's gradient is drained while the next one runs, after that one's lookahead: it counts one use later.
+        after = [use_at[done], *settled.get(done, []), *settled.get(done - 1, [])] if done >= 0 else []
         for layer in needs[use]:
             written = builder.emit(layer, after)
             if written is not None:
@@ -448,8 +451,9 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
 
     def free(use: int) -> list[Value]:
         """Compute weights that nobody needs after this use, or that are cheaper to emit again than to keep."""
-        final = {layer for layer in needs[use] if last_use[layer] == use and (shape.deferred or not train)}
-        again = {layer for layer in needs[use] if fed_for[layer] == use and not shape.retain_params}
+        final = {layer for layer in holds[use] if last_use[layer] == use and (shape.deferred or not train)}
+        waits = kept if uses[use][0] is Op.FORWARD else frozenset[int]()
+        again = {layer for layer in needs[use] if fed_for[layer] == use and not shape.retain_params} - waits
         gone = sorted(final | again)
         builder.emitted.difference_update(gone)
         return [Value("params", layer) for layer in gone]
@@ -463,7 +467,8 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
     for use in range(lookahead):
         feed(use)
     for use, (op, layer) in enumerate(uses):
-        use_at.append(builder.add(op, layer, (), (), free(use)))
+        # Layers that keep their graph load nothing that could wait for their gradients to leave.
+        use_at.append(builder.add(op, layer, (), (), free(use), after=settled.get(use - 2 - lookahead, [])))
         feed(use + lookahead)
         if use:
             drain(use - 1)

@@ -55,7 +55,7 @@ def shrink_config(
     if narrow:
         _narrow(text_config(small))
     skeleton = build_skeleton(small, attn_implementation=attn_implementation, trust_remote_code=trust_remote_code)
-    _shorten(text_config(small), _layers_to_keep(skeleton))
+    shorten(text_config(small), _layers_to_keep(skeleton))
     return small
 
 
@@ -113,7 +113,7 @@ def _kind(config: PreTrainedConfig, index: int, layer: nn.Module) -> tuple[Any, 
     return settings, shapes, layer_types[index] if layer_types else None
 
 
-def _shorten(config: Any, num_layers: int) -> None:
+def shorten(config: Any, num_layers: int) -> None:
     """Keeps the first layers, in every list that has one entry a layer."""
     depth = config.num_hidden_layers
     for key, value in vars(config).items():

@@ -57,6 +57,15 @@ class ModelRecipe:
             device=device,
         )
 
+    def build_first(self, dtype: str, num_layers: int) -> StreamModel:
+        """The model's first decoder layers alone, between the same embedding and head."""
+        from megatrain_ray.shrink import shorten
+        from megatrain_ray.skeleton import text_config
+
+        config = pickle.loads(self.pickled_config)
+        shorten(text_config(config), num_layers)
+        return ModelRecipe(pickle.dumps(config), self.attn_implementation, self.trust_remote_code).build(dtype)
+
 
 class _Masters:
     """A source of weights alone."""

@@ -52,6 +52,7 @@ def tier_builders(
             prepared.device,
             constants,
             plan.worker_threads,
+            plan.offload_inputs,
             seed=training.seed,
             keep_graph=plan.shape.keep_graph,
             loss_chunk_tokens=plan.loss_chunk_tokens,
@@ -79,6 +80,7 @@ def _worker(
     device_name: str,
     constants: Mapping[str, Any],
     num_threads: int,
+    offload_inputs: bool,
     **kwargs: Any,
 ) -> Any:
     import torch
@@ -87,7 +89,7 @@ def _worker(
     from megatrain_ray.actors.gpu_worker import GpuWorker
 
     torch.set_num_threads(num_threads)
-    device = open_device(device_name)
+    device = open_device(device_name, offload_inputs=offload_inputs)
     model = start.recipe.build(compute_dtype, str(device.name))
     model.load_constants({name: torch.from_numpy(value) for name, value in constants.items()})
     return GpuWorker(model, device, open_source=start.open, **kwargs)

@@ -21,13 +21,14 @@ from megatrain_ray.actors.gpu_worker import GradInfo
 from megatrain_ray.actors.nvme_store import WriteReceipt
 from megatrain_ray.checkpoint.directory import list_checkpoints, newest_complete
 from megatrain_ray.checkpoint.resume import export, read_trainer_state
-from megatrain_ray.cluster import Cluster, TierSpec, private_bytes
+from megatrain_ray.cluster import Cluster, TierSpec
 from megatrain_ray.config import Config, differences, with_override
 from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, TrainingError
 from megatrain_ray.observe.inspection import find_layer
+from megatrain_ray.observe.memory import RayMemory, private_bytes
 from megatrain_ray.observe.status import live_status
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.observe.trackers import Trackers
@@ -90,6 +91,7 @@ class Trainer:
         self._cluster: Cluster | None = None
         self._pipeline: Pipeline
         self._trackers: Trackers
+        self._memory: RayMemory
         self._arena: int | None = None
         self._training = self._stop = False
         self._peaks: dict[str, int] = {}
@@ -355,6 +357,7 @@ class Trainer:
             on_wait=self._note_wait,
             on_death=self._note_death,
         )
+        self._memory = self._cluster.memory()
         self._run(build_import(self._shape), None)
         for note in self._cluster.ask(Tier.WORKER, "finish_import"):
             self.tell(note)
@@ -482,13 +485,11 @@ class Trainer:
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
         arena = arena_bytes(self._prepared.layers, self._prepared.plan.resident)
-        peaks = {
-            "driver": max(self._peaks.get("driver", 0), private_bytes()),
-            **{str(tier): self._peaks.get(str(tier), 0) for tier in Tier},
-            "object_store": self._pipeline.peak_bytes,
-            "device": self._peaks.get("device", 0),
-        }
-        self._peaks["driver"] = peaks["driver"]
+        self._peaks["driver"] = max(self._peaks.get("driver", 0), private_bytes())
+        self._peaks["ray"] = max(self._peaks.get("ray", 0), self._memory.processes_bytes())
+        peaks = {name: self._peaks.get(name, 0) for name in ("driver", *map(str, Tier), "ray", "device")}
+        # What is not seen (a Ray of somebody else's) is counted instead.
+        peaks["object_store"] = self._memory.object_store_bytes() or self._pipeline.peak_bytes
         peaks["cpu_optimizer"] += arena
         return {
             "step": batch.step,

@@ -17,6 +17,10 @@ export RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0
 export RAY_JOB_STOP_WAIT_TIME_S=${RAY_JOB_STOP_WAIT_TIME_S:-600}
 # The plan keeps memory in bounds; Ray's monitor, which kills processes, is only the last resort.
 export RAY_memory_usage_threshold=${RAY_memory_usage_threshold:-0.98}
+# Freed values leave the object store at once: their pages, warm, serve the next ones, and memory stays what was planned.
+export RAY_free_objects_period_milliseconds=20
+# The store is as large as the plan says: being 80% full is no reason to copy values to disk.
+export RAY_object_spilling_threshold=1.0
 cd "$HOME" # Ray's dashboard imports from its working directory: not from a project
 exec ray start --head --node-ip-address 127.0.0.1 --port "${RAY_PORT:-6379}" \
   --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT:-8265}" \

@@ -104,7 +104,8 @@ def make_config(tmp_path: Path) -> MakeConfig:
                 "max_grad_norm": 0.5,
                 "save_steps": None,
             },
-            "tiers": {"device": "cpu", "deadline_s": 60},
+            # Two layers recompute, the others keep their graph: both ways are exercised.
+            "tiers": {"device": "cpu", "deadline_s": 60, "recompute": 2},
             "ray": {"dashboard": False},
         }
         for key, value in changes.items():

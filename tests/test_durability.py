@@ -122,9 +122,7 @@ def test_a_crash_that_repeats_ends_the_run(model_dir: ModelDir, make_config: Mak
     config = make_config(model_dir("llama"), training__max_steps=4, training__save_steps=1)
     told: list[str] = []
     with Trainer(config, overwrite=True, tell=told.append) as trainer:
-        with pytest.raises(
-            ActorLostError, match=r"GpuWorker \(gpu_worker\), forward of layer-0001: .* again and again"
-        ):
+        with pytest.raises(ActorLostError, match=r"GpuWorker \(gpu_worker\), \w+ of layer-0000: .* again and again"):
             for record in trainer.steps():
                 if record["step"] == 2:
                     assert trainer._cluster is not None

@@ -142,3 +142,20 @@ def test_simulation_overlaps_updates_with_forward() -> None:
 def test_no_lookahead_without_retained_weights_when_updates_are_eager() -> None:
     with pytest.raises(ValueError, match="replayed"):
         StepShape(NUMELS, (4,), deferred=False, retain_params=False)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("keep", [0, 20])
+def test_spilled_gradients_leave_before_lookahead_goes_on(depth: int, keep: int) -> None:
+    numels, every = (1024,) * 42, frozenset(range(42))
+    shape = StepShape(numels, (41,), every, every, depth, retain_params=False, keep_graph=keep)
+    schedule = build_step(shape, pending=True)
+    assert schedule.peak_bytes(lambda value: int(value.kind == "grads")) <= depth + 4
+
+
+def test_weights_of_layers_that_keep_their_graph_are_held_from_forward_to_backward() -> None:
+    kept = StepShape(NUMELS, (4,), retain_params=False, keep_graph=2)
+    for action in build_step(kept, pending=True):
+        freed = [value.layer for value in action.frees if value.kind == "params"]
+        if action.op in (Op.FORWARD, Op.BACKWARD) and action.layer in (2, 3):
+            assert freed == ([action.layer] if action.op is Op.BACKWARD else [])

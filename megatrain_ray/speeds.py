@@ -1,0 +1,190 @@
+"""Measures how fast this machine's tiers are, in a few seconds, and remembers it."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import LlamaConfig
+
+from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
+from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
+from megatrain_ray.footprint import measure_cost
+from megatrain_ray.layout import pack_layer
+from megatrain_ray.machine import Speeds, existing_parent
+from megatrain_ray.model import MicroBatchTensors, StreamModel
+from megatrain_ray.packed import GRADS, MASTER, PackedLayer
+from megatrain_ray.tensors import bind
+
+__all__ = ["known_speeds", "measure_speeds"]
+
+DISK_BYTES = 256 << 20
+ROUNDS = 3
+
+
+def known_speeds(store_dir: Path, device: str) -> Speeds | None:
+    """What an earlier `measure_speeds` has found on this machine, disk and device; None if nothing."""
+    with contextlib.suppress(OSError, ValueError, TypeError):
+        return Speeds(**json.loads(_cache_path(store_dir, device).read_text(encoding="utf-8")))
+    return None
+
+
+def measure_speeds(store_dir: Path, device: str) -> Speeds:
+    """Measures, and remembers for `known_speeds`.
+
+    Args:
+        store_dir: Where the store will be; a file of 256 MiB is written there, or in the nearest parent that exists.
+        device: ``cpu`` or ``cuda:N``.
+    """
+    threads = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0))
+    try:
+        torch.set_num_threads(max(cores // 2, 1))
+        adamw, memcpy = _adamw(max(cores // 2, 1)), _memcpy()
+        torch.set_num_threads(cores if device == "cpu" else threads)
+        float32, bfloat16 = _layer_flops("float32", device), _layer_flops("bfloat16", device)
+    finally:
+        torch.set_num_threads(threads)
+    read, write = _disk(existing_parent(store_dir))
+    speeds = Speeds(
+        disk_read_bytes_per_s=read,
+        disk_write_bytes_per_s=write,
+        memcpy_bytes_per_s=memcpy,
+        adamw_numel_per_s=adamw,
+        float32_flops_per_s=float32,
+        bfloat16_flops_per_s=bfloat16,
+        link_bytes_per_s=None if device == "cpu" else _link(device),
+        source=f"measured on {date.today().isoformat()}",
+    )
+    path = _cache_path(store_dir, device)
+    with contextlib.suppress(OSError):  # a home that cannot be written: the next plan measures again
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(speeds), indent=2), encoding="utf-8")
+    return speeds
+
+
+def _cache_path(store_dir: Path, device: str) -> Path:
+    name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
+    drive = existing_parent(store_dir).stat().st_dev
+    facts = (platform.node(), len(os.sched_getaffinity(0)), name, drive, torch.__version__)
+    key = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / "megatrain_ray" / f"machine-{key}.json"
+
+
+def _fastest(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    """Seconds of the fastest round: others disturb, nobody helps."""
+    seconds = []
+    for _ in range(rounds):
+        started_s = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started_s)
+    return min(seconds)
+
+
+def _disk(directory: Path) -> tuple[float, float]:
+    """Bytes a second of reading and writing, as the store does it: direct, four blocks at a time."""
+    block = aligned_empty(BLOCK_BYTES)
+    block[:] = np.arange(BLOCK_BYTES, dtype=np.uint8)
+    offsets = range(0, DISK_BYTES, BLOCK_BYTES)
+    try:
+        with tempfile.TemporaryDirectory(dir=directory, prefix=".speed-") as folder, ThreadPoolExecutor(4) as pool:
+            path, policy = Path(folder) / "file", DirectPolicy(True)
+
+            def write() -> None:
+                with BlockFile(path, write=True, policy=policy) as file:
+                    list(pool.map(lambda offset: file.write_from(block.data, offset), offsets))
+
+            def read() -> None:
+                with BlockFile(path, write=False, policy=policy) as file:
+                    list(pool.map(lambda offset: file.read_into(aligned_empty(BLOCK_BYTES).data, offset), offsets))
+
+            write()
+            return DISK_BYTES / _fastest(read), DISK_BYTES / _fastest(write)
+    except OSError:  # no room, or not ours to write: the run itself will say so
+        return Speeds().disk_read_bytes_per_s, Speeds().disk_write_bytes_per_s
+
+
+def _memcpy() -> float:
+    """Bytes a second into memory that was touched before, with a few threads, as Ray copies into its object store."""
+    source, target = torch.ones(128 << 20, dtype=torch.uint8), torch.ones(128 << 20, dtype=torch.uint8)
+    return source.nbytes / _fastest(lambda: target.copy_(source))
+
+
+def _adamw(threads: int, numel: int = 1 << 23) -> float:
+    """Parameters a second, by the optimizer itself."""
+    spec = pack_layer(0, "embed", [("weight", (numel // 4096, 4096))])
+    descriptor = os.memfd_create("speed")
+    try:
+        os.ftruncate(descriptor, arena_bytes((spec,), (0,)))
+        optimizer = CpuOptimizer(
+            (spec,), AdamWConfig((0.9, 0.999), 1e-8, 0.01), compute_dtype="float32", resident=(0,),
+            arena_path=f"/proc/self/fd/{descriptor}", num_threads=threads,
+        )  # fmt: skip
+        data = np.ones(numel, np.float32).view(np.uint8)
+        optimizer.keep(0, PackedLayer(0, 0, "float32", MASTER, data))
+        steps = iter(range(1, 100))
+
+        def update() -> None:
+            step = next(steps)
+            optimizer.update(0, Hyper(step, 1e-4, 0.5), PackedLayer(0, step, "float32", GRADS, data))
+
+        update()
+        return numel / _fastest(update)
+    finally:
+        os.close(descriptor)
+
+
+def _layer_flops(dtype: str, device: str) -> float:
+    """Operations a second in forward, recompute and backward of a decoder layer."""
+    small = device == "cpu" and dtype == "bfloat16"  # processors without a bfloat16 unit are very slow at it
+    width, tokens = (4096, 4096) if device != "cpu" else (128, 64) if small else (768, 512)
+    config = LlamaConfig(
+        num_hidden_layers=1, hidden_size=width, intermediate_size=width * 8 // 3, vocab_size=64,
+        num_attention_heads=max(width // 128, 1), num_key_value_heads=max(width // 128, 1),
+    )  # fmt: skip
+    model = StreamModel.from_config(config, dtype=dtype, device=device)
+    cost = measure_cost(
+        model,
+        lambda wanted, _: StreamModel.from_config(config, dtype=wanted),
+        dtype, rows=1, row_tokens=tokens, chunk_tokens=tokens, on_cpu=True,
+    )  # fmt: skip
+    empty = [torch.zeros(spec.numel, dtype=model.dtype, device=device) for spec in model.layers]
+    params = [bind(spec, flat) for spec, flat in zip(model.layers, empty, strict=True)]
+    ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
+    prologue = model.prologue(params[0], MicroBatchTensors(ids))
+    # Zero weights cost as much as others; a gradient that is not denormal keeps the processor at full speed.
+    grad = torch.ones_like(prologue.hidden)
+
+    def compute() -> None:
+        with torch.no_grad():
+            model.layer_backward(1, params[1], prologue.hidden, prologue, grad, lambda name, gradient: None)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+
+    compute()
+    return cost.layers[1].backward_flops / _fastest(compute)
+
+
+def _link(device: str) -> float:
+    p_host = torch.ones(256 << 20, dtype=torch.uint8, pin_memory=True)
+    p_device = p_host.to(device)
+
+    def copy() -> None:
+        p_device.copy_(p_host, non_blocking=True)
+        torch.cuda.synchronize(device)
+
+    copy()
+    return p_host.nbytes / _fastest(copy)

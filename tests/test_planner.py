@@ -1,0 +1,283 @@
+"""The plan against bytes and seconds computed by hand, on data alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatrain_ray import planner
+from megatrain_ray.config import Config
+from megatrain_ray.errors import ConfigError, PlanError
+from megatrain_ray.layout import LayerSpec, pack_layer
+from megatrain_ray.machine import Machine, Speeds
+from megatrain_ray.machine_file import load_machine
+from megatrain_ray.planner import MIB, Plan, Workload, make_plan
+from megatrain_ray.schedule import Op, StepShape, build_step
+from megatrain_ray.timing import HEAP_LIMIT_BYTES, LayerCost, StepCost, Timing, heap_bytes, nvme_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+GIB = 1 << 30
+
+EMBED, LAYER, HEAD, DEPTH = 4 * MIB, 3 * MIB, 5 * MIB, 6  # elements
+HIDDEN, GRAPH, WORKING, HEAD_WORKING = 40 * MIB, 300 * MIB, 400 * MIB, 500 * MIB  # bytes, above the heap's limit
+
+
+def stream(depth: int = DEPTH) -> tuple[LayerSpec, ...]:
+    """Embed, decoder layers, head; sizes that need no padding."""
+    names = ["embed", *(f"layer-{index:04d}" for index in range(depth)), "head"]
+    numels = [EMBED, *[LAYER] * depth, HEAD]
+    return tuple(
+        pack_layer(index, name, [(f"{name}.weight", (numel // 1024, 1024))])
+        for index, (name, numel) in enumerate(zip(names, numels, strict=True))
+    )
+
+
+COST = StepCost(
+    layers=(
+        LayerCost(HIDDEN, 0, 50 * MIB, 0, 0),
+        *[LayerCost(80 * MIB, GRAPH, WORKING, 10**9, 3 * 10**9)] * DEPTH,
+        LayerCost(100 * MIB, 0, HEAD_WORKING, 2 * 10**9, 6 * 10**9),
+    ),
+    hidden_bytes=HIDDEN,
+    prologue_bytes=2 * MIB,
+)
+MACHINE = Machine(
+    host_memory_bytes=100 * GIB,
+    host_memory_source="the test",
+    shared_memory_bytes=50 * GIB,
+    disk_free_bytes=100 * GIB,
+    cores=4,
+    device_memory_bytes=None,
+    speeds=Speeds(),
+)
+
+
+def plan(
+    machine: Machine = MACHINE, *, dtype: str = "float32", micro_batches: int = 2, depth: int = DEPTH, **changes: Any
+) -> Plan:
+    """A plan of the stream; keyword arguments are ``section__key``."""
+    values: dict[str, dict[str, Any]] = {
+        "model": {"name_or_path": "m", "init": "random"},
+        "data": {"path": "d"},
+        "training": {"output_dir": "o", "gradient_accumulation_steps": micro_batches, "per_device_train_batch_size": 8},
+        "tiers": {"recompute": "all", "prefetch_depth": 1},
+        "ray": {"dashboard": False},
+    }
+    for key, value in changes.items():
+        section, _, name = key.partition("__")
+        values[section][name] = value
+    first, decoder, *_, last = COST.layers
+    cost = dataclasses.replace(COST, layers=(first, *[decoder] * depth, last))
+    return make_plan(
+        Config.from_mapping(values),
+        stream(depth),
+        (depth + 1,),
+        compute_dtype=dtype,
+        chunk_tokens=64,
+        workload=Workload(8 * 1024, micro_batches, cost, 300 * MIB),
+        machine=machine,
+    )
+
+
+def with_ram(nbytes: int) -> Machine:
+    return dataclasses.replace(MACHINE, host_memory_bytes=int(nbytes / planner.SPARE_SHARE) + 1)
+
+
+TOTAL = EMBED + DEPTH * LAYER + HEAD
+
+
+def test_in_ram_every_tier_is_the_sum_of_what_it_holds() -> None:
+    peak = plan().peak_bytes
+    header = 4096  # version words and journal header: one page
+    assert peak["cpu_optimizer"] == planner.OPTIMIZER_BYTES + header + 3 * MIB + 12 * TOTAL
+    assert peak["nvme"] == 4 * TOTAL  # masters as imported
+    inputs = DEPTH * 2 * HIDDEN
+    gradients = heap_bytes(4 * LAYER) * 2 + heap_bytes(4 * EMBED) + heap_bytes(4 * HEAD)
+    leaving = 2 * 2 * HIDDEN
+    assert peak["gpu_worker"] == planner.WORKER_BYTES + inputs + gradients + HEAD_WORKING + leaving + 2 * 2 * MIB
+    assert peak["nvme_store"] == planner.STORE_BYTES + 4 * 8 * MIB
+    assert peak["driver"] == 300 * MIB + planner.RAY_CLIENT_BYTES
+    # At the end of forward: all weights, no gradient any more; or the reverse. One layer's snapshot goes with it.
+    assert 4 * TOTAL <= peak["object_store"] <= 4 * TOTAL + 2 * 12 * HEAD + 2 * 4 * HEAD + planner.FREED_BYTES
+    tiers = ("driver", "nvme_store", "cpu_optimizer", "gpu_worker", "object_store", "ray")
+    assert peak["total_ram"] == sum(peak[tier] for tier in tiers)
+
+
+def test_small_buffers_come_from_a_heap_that_keeps_holes() -> None:
+    assert heap_bytes(10 * MIB) == 14 * MIB
+    assert heap_bytes(HEAP_LIMIT_BYTES) == HEAP_LIMIT_BYTES
+
+
+def test_paged_layers_have_one_file_and_a_few_spare_ones_or_two_without_clipping() -> None:
+    clipped = plan(tiers__placement="nvme")
+    assert clipped.resident == ()
+    spilled = 4 * sum(stream()[index].numel for index in clipped.shape.spilled_grads)
+    assert clipped.store_bytes == 12 * TOTAL + 12 * (HEAD + EMBED + LAYER) + spilled
+    assert plan(tiers__placement="nvme", training__max_grad_norm=0).store_bytes == 2 * 12 * TOTAL
+    assert clipped.peak_bytes["nvme_store"] <= planner.STORE_BYTES + 4 * 8 * MIB + 2 * 12 * HEAD
+    assert clipped.peak_bytes["cpu_optimizer"] == planner.OPTIMIZER_BYTES + 4096 + 3 * MIB + 12 * HEAD
+
+
+def test_as_few_layers_are_paged_as_must_be_and_small_ones_first() -> None:
+    depth = 40
+    needed = plan(depth=depth).peak_bytes["total_ram"]
+    counts = []
+    for less in (0, 200 * MIB, 400 * MIB, 800 * MIB):
+        made = plan(with_ram(needed - less), depth=depth)
+        counts.append(len(made.shape.paged))
+        assert made.peak_bytes["total_ram"] <= made.limits["total_ram"]
+        assert made.shape.paged == set(range(depth, depth - len(made.shape.paged), -1))
+    assert counts[0] == 0 < counts[1] < counts[2] < counts[3] < depth, counts
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers_and_the_smallest_change() -> None:
+    with pytest.raises(PlanError, match=r"needs .* GiB of memory and may use 512\.0 MiB|may use 0\.50 GiB"):
+        plan(with_ram(512 * MIB))
+    least = plan(tiers__placement="nvme", micro_batches=8).peak_bytes["total_ram"]
+    with pytest.raises(PlanError, match=r"lower training\.gradient_accumulation_steps from 8 to 4"):
+        plan(with_ram(least - 100 * MIB), micro_batches=8)
+    with pytest.raises(PlanError, match=r"set tiers\.placement: nvme, with which it needs"):
+        plan(with_ram(plan(tiers__placement="nvme").peak_bytes["total_ram"]), tiers__placement="ram")
+    full = plan()
+    room = full.disk_bytes - full.checkpoint_bytes
+    with pytest.raises(PlanError, match="save_total_limit: 1"):
+        plan(dataclasses.replace(MACHINE, disk_free_bytes=room))
+    with pytest.raises(PlanError, match=r"free .* there"):
+        plan(dataclasses.replace(MACHINE, disk_free_bytes=GIB // 4))
+    with pytest.raises(PlanError, match="/dev/shm"):
+        plan(dataclasses.replace(MACHINE, shared_memory_bytes=64 * MIB))
+
+
+def gpu(nbytes: int) -> Machine:
+    return dataclasses.replace(MACHINE, device_memory_bytes=nbytes, speeds=Speeds(link_bytes_per_s=20e9))
+
+
+def test_device_memory_and_where_layer_inputs_wait() -> None:
+    roomy = plan(gpu(80 * GIB), dtype="bfloat16")
+    slots = 2 * (2 * LAYER + EMBED + HEAD)
+    gradients = 4 * (2 * LAYER + EMBED + HEAD)
+    work = gradients + HEAD_WORKING + 2 * 2 * HIDDEN + 2 * 2 * MIB
+    assert roomy.peak_bytes["device"] == planner.CUDA_BYTES + slots + work + DEPTH * 2 * HIDDEN
+    assert not roomy.offload_inputs
+    tight = plan(gpu(roomy.peak_bytes["device"] - MIB), dtype="bfloat16")
+    assert tight.offload_inputs
+    assert tight.peak_bytes["device"] == roomy.peak_bytes["device"] - (DEPTH - 2) * 2 * HIDDEN  # two are on their way
+    assert tight.peak_bytes["gpu_worker"] == roomy.peak_bytes["gpu_worker"] + DEPTH * 2 * HIDDEN
+    with pytest.raises(PlanError, match=r"the device needs .* and has .*: lower training"):
+        plan(gpu(tight.peak_bytes["device"] - MIB), dtype="bfloat16")
+
+
+def test_the_last_layers_keep_their_graph_when_memory_allows_and_it_helps() -> None:
+    assert plan().shape.keep_graph == 0
+    assert plan(tiers__recompute="auto").shape.keep_graph == DEPTH
+    assert plan(tiers__recompute=4).shape.keep_graph == DEPTH - 4
+    base = plan()
+    # Room for two graphs of each of two micro-batches; each layer that keeps its graph needs no saved input.
+    room = base.peak_bytes["total_ram"] + 2 * 2 * (GRAPH - HIDDEN)
+    assert plan(with_ram(room), tiers__recompute="auto").shape.keep_graph in (1, 2)
+    idle = dataclasses.replace(MACHINE, speeds=Speeds(float32_flops_per_s=1e18, disk_write_bytes_per_s=1e7))
+    assert plan(idle, tiers__recompute="auto", tiers__placement="nvme").shape.keep_graph == 0
+
+
+def test_gradients_go_to_the_store_only_when_memory_does_not_hold_them() -> None:
+    assert not plan(tiers__placement="nvme").shape.spilled_grads
+    roomy = plan(tiers__placement="nvme").peak_bytes["total_ram"]
+    tight = plan(with_ram(roomy - 60 * MIB), tiers__placement="nvme")
+    assert tight.shape.spilled_grads or not tight.shape.retain_params
+
+
+def timing(speeds: Speeds, **changes: Any) -> Timing:
+    values = {
+        "layers": stream(), "cost": COST, "micro_batches": 2, "compute_dtype": "float32", "on_cpu": True,
+        "optimizer_share": 0.5, "speeds": speeds, **changes,
+    }  # fmt: skip
+    return Timing(**values)
+
+
+ENDLESS = Speeds(
+    disk_read_bytes_per_s=1e18, disk_write_bytes_per_s=1e18, memcpy_bytes_per_s=1e18, adamw_numel_per_s=1e18,
+    float32_flops_per_s=1e18, bfloat16_flops_per_s=1e18, call_s=0.0,
+)  # fmt: skip
+NUMELS = tuple(spec.numel for spec in stream())
+
+
+def test_with_endless_tiers_a_step_is_its_arithmetic() -> None:
+    speeds = dataclasses.replace(ENDLESS, float32_flops_per_s=1e9)
+    shape = StepShape(NUMELS, (DEPTH + 1,))
+    step = timing(speeds).predict(shape)
+    assert step.step_s == pytest.approx(2 * (DEPTH * (1 + 3) + 6), rel=1e-3)
+    assert step.bottleneck == "compute"
+    kept = dataclasses.replace(shape, keep_graph=DEPTH)
+    assert timing(speeds).step_s(kept) == pytest.approx(2 * (DEPTH * (1 + 2) + 6), rel=1e-3)
+
+
+def test_a_step_from_disk_takes_what_the_disk_takes() -> None:
+    shape = StepShape(NUMELS, (DEPTH + 1,), paged=frozenset(range(DEPTH + 2)))
+    schedule = build_step(shape, pending=True)
+    assert nvme_bytes(schedule, stream()) == (12 * TOTAL, 12 * TOTAL)
+    spilled = dataclasses.replace(shape, spilled_grads=shape.paged, retain_params=False)
+    again = sum(4 * stream()[action.layer].numel for action in build_step(spilled, pending=True)
+                if action.op is Op.READ_MASTER)  # fmt: skip
+    assert nvme_bytes(build_step(spilled, pending=True), stream()) == (16 * TOTAL + again, 16 * TOTAL)
+    speeds = dataclasses.replace(ENDLESS, disk_read_bytes_per_s=1e8, disk_write_bytes_per_s=2e8)
+    step = timing(speeds).predict(shape)
+    # Reads and writes take turns on one drive.
+    checks_s = 2 * 12 * TOTAL / 10e9
+    assert step.step_s == pytest.approx(12 * TOTAL / 1e8 + 12 * TOTAL / 2e8 + checks_s, rel=0.01)
+    assert step.bottleneck == "disk"
+    assert step.explanation.startswith("NVMe bounds the step: 1 instead of 0.1 GB/s makes the step 8.9x")
+
+
+def test_wear_of_the_drive() -> None:
+    machine = dataclasses.replace(MACHINE, drive_endurance_bytes=10**15)
+    made = plan(machine, tiers__placement="nvme", training__save_steps=None)
+    assert made.time is not None and made.drive_life_years is not None
+    assert made.write_bytes_per_day == pytest.approx(made.time.nvme_write_bytes * 86400 / made.time.step_s)
+    assert made.drive_life_years == pytest.approx(10**15 / made.write_bytes_per_day / 365)
+    saving = plan(machine, training__save_steps=10)  # in RAM, checkpoints are all that is written
+    assert saving.time is not None
+    a_step = saving.time.step_s + (saving.time.save_step_s - saving.time.step_s) / 10
+    assert saving.write_bytes_per_day == pytest.approx(12 * TOTAL / 10 * 86400 / a_step)
+
+
+def test_the_plan_is_json() -> None:
+    facts = json.loads(json.dumps(plan(tiers__placement="nvme").to_json()))
+    assert facts["placement"] == ["nvme"] * (DEPTH + 2)
+    assert set(facts["phases"]) == {"import", "step", "save", "export"}
+    assert facts["phases"]["export"]["driver"] == facts["phases"]["step"]["driver"] + 4 * HEAD
+    assert facts["step"]["bottleneck"] in ("compute", "disk", "optimizer", "memory")
+
+
+# --- machines -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "ray_configs" / "machines").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_machines_load(path: Path) -> None:
+    machine = load_machine(path)
+    assert machine.device_memory_bytes and machine.speeds.link_bytes_per_s and machine.drive_endurance_bytes
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("colour: red", r"bad.yaml:14: unknown key colour"),
+        ("cores: many", r"bad.yaml:14: cores: expected a number; got 'many'"),
+        ("host_memory: 0", r"bad.yaml:14: host_memory: expected a size above 0, such as 8GiB; got 0"),
+        ("adamw: -1", r"bad.yaml:14: adamw: .*greater than 0; got -1"),
+    ],
+)
+def test_a_bad_machine_file_names_the_line(tmp_path: Path, line: str, message: str) -> None:
+    good = (ROOT / "ray_configs" / "machines" / "h100-512gb.yaml").read_text().splitlines()[1:]
+    key = line.partition(":")[0]
+    lines = [each for each in good if not each.startswith(f"{key}:")]
+    path = tmp_path / "bad.yaml"
+    path.write_text("\n".join([*lines[:13], *["#"] * (13 - len(lines)), line, *lines[13:]]))
+    with pytest.raises(ConfigError, match=message):
+        load_machine(path)
+    path.write_text("name: x\n")
+    with pytest.raises(ConfigError, match="cores is missing"):
+        load_machine(path)
