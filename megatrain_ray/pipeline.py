@@ -35,11 +35,13 @@ class Record:
         action: What ran.
         submitted_s: When the driver submitted it, in seconds since the epoch.
         receipt: What the actor reported.
+        index: Its position in the schedule.
     """
 
     action: Action
     submitted_s: float
     receipt: Receipt
+    index: int = 0
 
 
 class _TierDied(Exception):
@@ -227,7 +229,7 @@ class _Attempt:
             raise _TierDied(action) from None
         except RayTaskError as error:
             raise error.cause if isinstance(error.cause, Exception) else error from None
-        self.records[index] = Record(action, self.submitted_s[index], receipt)
+        self.records[index] = Record(action, self.submitted_s[index], receipt, index)
         if action.op is Op.SAVE:
             self.saved.add(action.layer)
         for value in action.frees:

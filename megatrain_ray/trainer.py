@@ -24,6 +24,9 @@ from megatrain_ray.config import Config, differences
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import NonFiniteError, RunDirectoryError
+from megatrain_ray.observe.about import write_about
+from megatrain_ray.observe.activity import measure_activity
+from megatrain_ray.observe.metrics import RunMetrics
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.pipeline import Pipeline, Record
 from megatrain_ray.planner import value_bytes
@@ -80,7 +83,9 @@ class Trainer:
         self._training = self._stop = False
         self._peaks: dict[str, int] = {}
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._deaths_told: dict[Tier, int] = dict(self._deaths)
         self._evaluation: dict[str, float] = {}
+        self._metrics: RunMetrics
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
@@ -123,6 +128,7 @@ class Trainer:
             record = self._take_step(self._data.step_batch(self.step + 1))
             self._maybe_evaluate(record)
             self.run.append(record)
+            self._metrics.publish(record)
             every = self.config.training.save_steps
             if every and self.step % every == 0 and self.step < self.total_steps:
                 self._begin_save()
@@ -217,6 +223,7 @@ class Trainer:
         prepared, plan = self._prepared, self._prepared.plan
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
         replace_text(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
+        write_about(self.run.path, prepared, step=self.step, total_steps=self.total_steps)
         # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
         self._arena = os.memfd_create("masters-and-moments")
         os.ftruncate(self._arena, arena_bytes(prepared.layers, plan.resident))
@@ -237,6 +244,7 @@ class Trainer:
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
         self._cluster.start(self.run.name, specs)
+        self._metrics = RunMetrics(self.run.name, plan.to_json(), total_steps=self.total_steps)
         self._pipeline = Pipeline(
             self._cluster,
             tuple(spec.name for spec in prepared.layers),
@@ -293,8 +301,8 @@ class Trainer:
             scale = min(float(training.max_grad_norm or 0.0) / (grad_norm + 1e-6), 1.0)
             self._pending = Hyper(hyper.step, hyper.learning_rate, scale)
         self.step = batch.step
-        write_trace(self.run.path / "trace.json", records, self._prepared.layers)
-        return self._record(batch, hyper, loss, grad_norm, records, time.time() - started_s)
+        write_trace(self.run.path / "trace.json", records, self._prepared.layers, step=self.step)
+        return self._record(batch, hyper, loss, grad_norm, records, started_s)
 
     def _run(
         self, schedule: Schedule, batch: StepBatch | None, *, eager: Hyper | None = None, train: bool = True
@@ -333,8 +341,14 @@ class Trainer:
         loss: float,
         grad_norm: float,
         records: list[Record],
-        step_time_s: float,
+        started_s: float,
     ) -> dict[str, Any]:
+        ended_s = time.time()
+        step_time_s = ended_s - started_s
+        # Since the last record; of what evaluations and saves have replayed only the deaths are known.
+        deaths = {str(tier): count - self._deaths_told[tier] for tier, count in self._deaths.items()}
+        self._deaths_told = dict(self._deaths)
+        replayed = any(deaths.values()) and records
         receipts = [record.receipt for record in records]
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
@@ -365,6 +379,10 @@ class Trainer:
             ),
             "object_store_put_bytes": sum(receipt.put_bytes for receipt in receipts),
             "peak_bytes": peaks,
+            "ended_s": ended_s,
+            "restarts": {tier: count for tier, count in deaths.items() if count},
+            "replay_s": max(min(r.submitted_s for r in records) - started_s, 0.0) if replayed else 0.0,
+            **measure_activity(records, step_time_s, self._pipeline.bytes_of),
         }
 
     def _maybe_evaluate(self, record: dict[str, Any]) -> None:

@@ -1,0 +1,101 @@
+"""A run's figures for Prometheus, through ``ray.util.metrics``: one call after each step, from the metrics record.
+
+Ray puts ``ray_`` before each name and, as Prometheus wants it, ``_total`` after a counter's. Every metric carries the
+tag ``run``. The process keeps the values and Ray's agent collects them: nothing waits for anything.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.util.metrics import Counter, Gauge, Histogram
+
+__all__ = ["RunMetrics"]
+
+STEP_SECONDS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 3600.0)
+"""Bounds of the histogram of step times: a tiny model on a CPU to 100B parameters from a drive."""
+
+_GAUGES = {
+    "loss": ("megatrain_loss", "Mean loss of the step's target tokens, in nats."),
+    "eval_loss": ("megatrain_eval_loss", "Mean loss on the held-out data, in nats."),
+    "learning_rate": ("megatrain_learning_rate", "Learning rate of the step's update."),
+    "grad_norm": ("megatrain_grad_norm", "Global L2 norm of the gradient before clipping."),
+    "tokens_per_s": ("megatrain_tokens_per_second", "Non-padding tokens per second."),
+    "step": ("megatrain_step", "Optimizer steps done."),
+    "step_time_s": ("megatrain_step_time_seconds", "Time of the last step."),
+    "device_idle_fraction": ("megatrain_device_idle_ratio", "Share of the step in which the device did not compute."),
+}
+"""Keys of a record, and the gauges that show them."""
+
+
+class RunMetrics:
+    """The metrics of one run.
+
+    Args:
+        run: Name of the run.
+        plan: As in plan.json; its peaks are shown beside the measured ones, and the drives' endurance if it is known.
+        total_steps: Of the run.
+    """
+
+    def __init__(self, run: str, plan: Mapping[str, Any], *, total_steps: int) -> None:
+        self._run = {"run": run}
+        self._gauges = {key: Gauge(name, text, ("run",)) for key, (name, text) in _GAUGES.items()}
+        self._step_seconds = Histogram("megatrain_step_seconds", "Time of a step.", list(STEP_SECONDS), ("run",))
+
+        def gauge(name: str, text: str, *tags: str) -> Gauge:
+            return Gauge(f"megatrain_{name}", text, ("run", *tags))
+
+        def counter(name: str, text: str, *tags: str) -> Counter:
+            return Counter(f"megatrain_{name}", text, ("run", *tags))
+
+        self._tier_rate = gauge("tier_bytes_per_second", "Bytes in and out of a tier per second of the step.", "tier")
+        self._tier_busy = gauge("tier_busy_ratio", "Share of the step in which the tier worked.", "tier")
+        self._queue = gauge("queue_depth", "Mean number of actions submitted to a tier that do not run yet.", "tier")
+        self._hit_ratio = gauge("prefetch_hit_ratio", "Share of loads whose weights were there when wanted.")
+        self._peak = gauge("memory_peak_bytes", "Most memory used so far.", "tier")
+        self._tier_bytes = counter("tier_bytes", "Bytes in and out of a tier.", "tier", "direction")
+        self._loads = counter("prefetch_loads", "Loads of weights onto the device.")
+        self._hits = counter("prefetch_hits", "Loads whose weights were there when the worker was ready for them.")
+        self._restarts = counter("restarts", "Restarts of a tier's actor.", "tier")
+        self._replay = counter("replay_seconds", "Time of attempts at a step that a restart ended.")
+        self._written = counter("drive_written_bytes", "Bytes written to the drive, store and checkpoints.")
+
+        gauge("steps_planned", "Optimizer steps of the whole run.").set(float(total_steps), self._run)
+        planned = gauge("memory_planned_bytes", "Most memory that the plan allows.", "tier")
+        for tier, size in plan.get("peak_bytes", {}).items():
+            planned.set(float(size), {**self._run, "tier": tier})
+        years, a_day = plan.get("drive_life_years"), plan.get("write_bytes_per_day")
+        gauge("drive_endurance_bytes", "Bytes that the drives may be written in their life; 0: not known.").set(
+            float(years) * 365 * float(a_day) if years and a_day else 0.0, self._run
+        )
+        for tier in ("nvme_store", "cpu_optimizer", "gpu_worker"):
+            self._restarts.inc(0.0, {**self._run, "tier": tier})
+        self._replay.inc(0.0, self._run)
+
+    def publish(self, record: Mapping[str, Any]) -> None:
+        """Takes a metrics record."""
+        run = self._run
+        for key, gauge in self._gauges.items():
+            if key in record:
+                gauge.set(float(record[key]), run)
+        step_time_s = float(record["step_time_s"])
+        self._step_seconds.observe(step_time_s, run)
+        for tier, facts in record["tiers"].items():
+            tags = {**run, "tier": tier}
+            self._tier_rate.set((facts["bytes_in"] + facts["bytes_out"]) / step_time_s, tags)
+            self._tier_busy.set(min(facts["busy_s"] / step_time_s, 1.0), tags)
+            self._queue.set(facts["queue_depth"], tags)
+            self._tier_bytes.inc(float(facts["bytes_in"]), {**tags, "direction": "in"})
+            self._tier_bytes.inc(float(facts["bytes_out"]), {**tags, "direction": "out"})
+        loads, hits = record["prefetch"]["loads"], record["prefetch"]["hits"]
+        if loads:
+            self._hit_ratio.set(hits / loads, run)
+        self._loads.inc(float(loads), run)
+        self._hits.inc(float(hits), run)
+        for tier, size in record["peak_bytes"].items():
+            self._peak.set(float(size), {**run, "tier": tier})
+        for tier, deaths in record["restarts"].items():
+            self._restarts.inc(float(deaths), {**run, "tier": tier})
+        self._replay.inc(float(record["replay_s"]), run)
+        self._written.inc(float(record["nvme_write_bytes"]), run)
