@@ -57,9 +57,12 @@ class RunMetrics:
         self._tier_bytes = counter("tier_bytes", "Bytes in and out of a tier.", "tier", "direction")
         self._loads = counter("prefetch_loads", "Loads of weights onto the device.")
         self._hits = counter("prefetch_hits", "Loads whose weights were there when the worker was ready for them.")
-        self._restarts = counter("restarts", "Restarts of a tier's actor.", "tier")
-        self._replay = counter("replay_seconds", "Time of attempts at a step that a restart ended.")
-        self._written = counter("drive_written_bytes", "Bytes written to the drive, store and checkpoints.")
+        # Gauges that count up: a counter of Ray refuses 0 and would not exist before the first event.
+        self._restarts = gauge("restarts", "Restarts of a tier's actor since the run was started.", "tier")
+        self._replay = gauge("replay_seconds", "Time of attempts at a step that a restart ended.")
+        self._written = gauge("drive_written_bytes", "Bytes written to the drive since the run was started.")
+        self._totals: dict[str, float] = dict.fromkeys(("nvme_store", "cpu_optimizer", "gpu_worker"), 0.0)
+        self._replay_s = self._written_bytes = 0.0
 
         gauge("steps_planned", "Optimizer steps of the whole run.").set(float(total_steps), self._run)
         planned = gauge("memory_planned_bytes", "Most memory that the plan allows.", "tier")
@@ -69,9 +72,6 @@ class RunMetrics:
         gauge("drive_endurance_bytes", "Bytes that the drives may be written in their life; 0: not known.").set(
             float(years) * 365 * float(a_day) if years and a_day else 0.0, self._run
         )
-        for tier in ("nvme_store", "cpu_optimizer", "gpu_worker"):
-            self._restarts.inc(0.0, {**self._run, "tier": tier})
-        self._replay.inc(0.0, self._run)
 
     def publish(self, record: Mapping[str, Any]) -> None:
         """Takes a metrics record."""
@@ -86,16 +86,21 @@ class RunMetrics:
             self._tier_rate.set((facts["bytes_in"] + facts["bytes_out"]) / step_time_s, tags)
             self._tier_busy.set(min(facts["busy_s"] / step_time_s, 1.0), tags)
             self._queue.set(facts["queue_depth"], tags)
-            self._tier_bytes.inc(float(facts["bytes_in"]), {**tags, "direction": "in"})
-            self._tier_bytes.inc(float(facts["bytes_out"]), {**tags, "direction": "out"})
+            for direction in ("in", "out"):
+                if facts[f"bytes_{direction}"]:
+                    self._tier_bytes.inc(float(facts[f"bytes_{direction}"]), {**tags, "direction": direction})
         loads, hits = record["prefetch"]["loads"], record["prefetch"]["hits"]
         if loads:
             self._hit_ratio.set(hits / loads, run)
-        self._loads.inc(float(loads), run)
-        self._hits.inc(float(hits), run)
+            self._loads.inc(float(loads), run)
+        if hits:
+            self._hits.inc(float(hits), run)
         for tier, size in record["peak_bytes"].items():
             self._peak.set(float(size), {**run, "tier": tier})
-        for tier, deaths in record["restarts"].items():
-            self._restarts.inc(float(deaths), {**run, "tier": tier})
-        self._replay.inc(float(record["replay_s"]), run)
-        self._written.inc(float(record["nvme_write_bytes"]), run)
+        for tier in self._totals:
+            self._totals[tier] += record["restarts"].get(tier, 0)
+            self._restarts.set(self._totals[tier], {**run, "tier": tier})
+        self._replay_s += record["replay_s"]
+        self._written_bytes += record["nvme_write_bytes"]
+        self._replay.set(self._replay_s, run)
+        self._written.set(self._written_bytes, run)
