@@ -61,7 +61,7 @@ class RunMetrics:
         self._restarts = gauge("restarts", "Restarts of a tier's actor since the run was started.", "tier")
         self._replay = gauge("replay_seconds", "Time of attempts at a step that a restart ended.")
         self._written = gauge("drive_written_bytes", "Bytes written to the drive since the run was started.")
-        self._totals: dict[str, float] = dict.fromkeys(("nvme_store", "cpu_optimizer", "gpu_worker"), 0.0)
+        self._deaths: dict[str, float] = dict.fromkeys(("nvme_store", "cpu_optimizer", "gpu_worker"), 0.0)
         self._replay_s = self._written_bytes = 0.0
 
         gauge("steps_planned", "Optimizer steps of the whole run.").set(float(total_steps), self._run)
@@ -97,9 +97,9 @@ class RunMetrics:
             self._hits.inc(float(hits), run)
         for tier, size in record["peak_bytes"].items():
             self._peak.set(float(size), {**run, "tier": tier})
-        for tier in self._totals:
-            self._totals[tier] += record["restarts"].get(tier, 0)
-            self._restarts.set(self._totals[tier], {**run, "tier": tier})
+        for tier in self._deaths:
+            self._deaths[tier] += record["restarts"].get(tier, 0)
+            self._restarts.set(self._deaths[tier], {**run, "tier": tier})
         self._replay_s += record["replay_s"]
         self._written_bytes += record["nvme_write_bytes"]
         self._replay.set(self._replay_s, run)

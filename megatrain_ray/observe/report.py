@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -174,8 +175,10 @@ def explain_gaps(trace: Mapping[str, Any]) -> list[Gap]:
             gaps.append(Gap(start_us, end_us - start_us, tuple(causes), before))
         causes.clear()
 
-    for each in worker:
+    for each, following in zip_longest(worker, worker[1:]):
         begin_us, end_us = each["ts"], each["ts"] + each["dur"]
+        if following is not None:  # an action of no length is drawn a microsecond long
+            end_us = min(end_us, max(following["ts"], begin_us))
         if begin_us > reached_us:
             causes += _waits(each, reached_us, by_action, processes)
         if lanes.get(each["tid"]) == "compute":
