@@ -55,14 +55,15 @@ class RunMetrics:
         self._hit_ratio = gauge("prefetch_hit_ratio", "Share of loads whose weights were there when wanted.")
         self._peak = gauge("memory_peak_bytes", "Most memory used so far.", "tier")
         self._tier_bytes = counter("tier_bytes", "Bytes in and out of a tier.", "tier", "direction")
-        self._loads = counter("prefetch_loads", "Loads of weights onto the device.")
-        self._hits = counter("prefetch_hits", "Loads whose weights were there when the worker was ready for them.")
         # Gauges that count up: a counter of Ray refuses 0 and would not exist before the first event.
+        self._loads = gauge("prefetch_loads", "Loads of weights onto the device since the run was started.")
+        self._hits = gauge("prefetch_hits", "Of those, whose weights were there when the worker was ready for them.")
         self._restarts = gauge("restarts", "Restarts of a tier's actor since the run was started.", "tier")
         self._replay = gauge("replay_seconds", "Time of attempts at a step that a restart ended.")
         self._written = gauge("drive_written_bytes", "Bytes written to the drive since the run was started.")
         self._deaths: dict[str, float] = dict.fromkeys(("nvme_store", "cpu_optimizer", "gpu_worker"), 0.0)
         self._replay_s = self._written_bytes = 0.0
+        self._num_loads = self._num_hits = 0
 
         gauge("steps_planned", "Optimizer steps of the whole run.").set(float(total_steps), self._run)
         planned = gauge("memory_planned_bytes", "Most memory that the plan allows.", "tier")
@@ -92,9 +93,10 @@ class RunMetrics:
         loads, hits = record["prefetch"]["loads"], record["prefetch"]["hits"]
         if loads:
             self._hit_ratio.set(hits / loads, run)
-            self._loads.inc(float(loads), run)
-        if hits:
-            self._hits.inc(float(hits), run)
+        self._num_loads += loads
+        self._num_hits += hits
+        self._loads.set(float(self._num_loads), run)
+        self._hits.set(float(self._num_hits), run)
         for tier, size in record["peak_bytes"].items():
             self._peak.set(float(size), {**run, "tier": tier})
         for tier in self._deaths:

@@ -255,7 +255,7 @@ def _timeline(trace: Mapping[str, Any]) -> dict[str, Any] | None:
     order = {pid: _TIERS.index(name) if name in _TIERS else len(_TIERS) for pid, name in processes.items()}
     for each in sorted(slices, key=lambda s: (order.get(s["pid"], 9), s["tid"], s["ts"])):
         tier = processes.get(each["pid"], "?")
-        lane = rows.setdefault(each["tid"], Lane(tier, f"{tier.partition('_')[0]} {names.get(each['tid'], '')}"))
+        lane = rows.setdefault(each["tid"], Lane(tier, f"{tier} {names.get(each['tid'], '')}"))
         kind = _KINDS.get(_op(each), {"cpu_optimizer": "update", "nvme_store": "disk"}.get(tier, "move"))
         lane.slices.append(Slice(each["ts"], each["dur"], f"{each['name']}: {_ms(each['dur'])}", kind))
         if tier == "gpu_worker" and names.get(each["tid"]) == "compute" and len(lane.slices) == 1:

@@ -159,7 +159,7 @@ def bars(value: float, limit: float | None, largest: float) -> Markup:
 
 def timeline(lanes: Sequence[Lane], length_us: float) -> Markup:
     """Rows of slices over the time of a step."""
-    width, left, row, top, gap = 1000, 150, 19, 22, 9
+    width, left, row, top, gap = 1000, 172, 22, 22, 8
     shown = sorted((each.length_us for lane in lanes for each in lane.slices), reverse=True)
     shortest = shown[MAX_SLICES] if len(shown) > MAX_SLICES else -1.0
     scale = (width - left - 10) / (length_us or 1.0)
@@ -173,7 +173,7 @@ def timeline(lanes: Sequence[Lane], length_us: float) -> Markup:
             Markup(
                 '<text class="lane" x="{}" y="{:.1f}" text-anchor="end">{}</text>'
                 '<rect class="track" x="{}" y="{:.1f}" width="{}" height="{}" rx="2"/>'
-            ).format(left - 8, y + 12.5, lane.name, left, y, width - left - 10, row - 3)
+            ).format(left - 8, y + 13.5, lane.name, left, y, width - left - 10, row - 3)
         )
         for each in lane.slices:
             if each.length_us > shortest:
