@@ -87,8 +87,7 @@ def test_a_live_run_is_seen_from_outside(
         port = ray.nodes()[0]["MetricsExportPort"]
         endpoint = f"http://127.0.0.1:{port}/metrics"
         wanted = set().union(*map(names, expressions()))
-        metrics = eventually(lambda: _complete(fetch(endpoint), wanted, records[-1]), "metrics")
-        assert wanted <= set(metrics), wanted - set(metrics)
+        metrics = eventually(lambda: _samples(fetch(endpoint), wanted, records[-1]["step"]), f"{wanted} at {endpoint}")
         assert metrics["ray_megatrain_loss"] == {"": pytest.approx(records[-1]["loss"])}
         assert metrics["ray_megatrain_restarts"] == {"nvme_store": 0, "cpu_optimizer": 0, "gpu_worker": 1}
         assert metrics["ray_megatrain_memory_peak_bytes"] == records[-1]["peak_bytes"]
@@ -121,16 +120,19 @@ def _report(run: Path) -> bool:
     return write_report(run).exists()
 
 
-def _complete(text: str, wanted: set[str], record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """Samples by name and tier, once all are there and show this record; else nothing. Tags of one run alone."""
+def _samples(text: str, wanted: set[str], step: int) -> dict[str, dict[str, float]]:
+    """Samples of this run by name and tier, once all are there and show this step; else nothing."""
     metrics: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         sample = re.fullmatch(r"(ray_megatrain_\w+)\{(.*)\} (\S+)", line)
         if sample and 'run="run"' in sample[2]:
             tier = re.search(r'\btier="(\w+)"', sample[2])
             metrics.setdefault(sample[1], {})[tier[1] if tier else ""] = float(sample[3])
-    shown = metrics.get("ray_megatrain_step", {}).get("") == record["step"]
-    return metrics if wanted <= set(metrics) and shown else {}
+    shown = metrics.get("ray_megatrain_step", {}).get("")
+    if not wanted <= set(metrics) or shown != step:
+        print(f"missing {wanted - set(metrics)}, step {shown} of {step}")
+        return {}
+    return metrics
 
 
 def _ask_prometheus(port: int, directory: Path) -> None:
