@@ -85,7 +85,7 @@ class Trainer:
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._deaths_told: dict[Tier, int] = dict(self._deaths)
         self._evaluation: dict[str, float] = {}
-        self._metrics: RunMetrics
+        self._metrics: RunMetrics | None = None
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
@@ -128,7 +128,8 @@ class Trainer:
             record = self._take_step(self._data.step_batch(self.step + 1))
             self._maybe_evaluate(record)
             self.run.append(record)
-            self._metrics.publish(record)
+            if self._metrics is not None:
+                self._metrics.publish(record)
             every = self.config.training.save_steps
             if every and self.step % every == 0 and self.step < self.total_steps:
                 self._begin_save()
@@ -174,6 +175,9 @@ class Trainer:
 
     def shutdown(self) -> None:
         """Ends the actors, gives back memory and directory. Harmless when repeated."""
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._cluster is not None:
             self._cluster.shutdown()
             self._cluster = None
