@@ -110,11 +110,13 @@ def main() -> None:
     checkpoint = max(RUN.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
     exported = RUN / "export"
     command("export", str(checkpoint.relative_to(ROOT)), str(exported.relative_to(ROOT)))
+    command("report", str(RUN.relative_to(ROOT)))
     after, sample = examine(exported)
     print(f"\nheld-out loss (Hamlet): {before:.3f} before, {after:.3f} after")
     print(f"the exported model writes:\n{sample}\n")
     print(f"checkpoint  {checkpoint}\nexport      {exported}\nmetrics     {RUN / 'metrics.jsonl'}")
     print(f"trace       {RUN / 'trace.json'} (open in ui.perfetto.dev)")
+    print(f"report      {RUN / 'report.html'}")
     if not after < before:
         sys.exit("error: the loss on held-out text did not fall")
 

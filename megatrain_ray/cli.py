@@ -249,6 +249,17 @@ def export(
     print(write(str(checkpoint), str(out), dtype))
 
 
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="An output_dir: of a live, finished or crashed run.")],
+    out: Annotated[Path | None, typer.Option(help="The file; default: RUN/report.html.")] = None,
+) -> None:
+    """Writes one self-contained HTML file about a run, and prints its path."""
+    from megatrain_ray.observe.report import write_report
+
+    print(write_report(run, out))
+
+
 def main() -> None:
     """The console script."""
     try:

@@ -36,11 +36,13 @@ class Record:
         action: What ran.
         submitted_s: When the driver submitted it, in seconds since the epoch.
         receipt: What the actor reported.
+        index: Its position in the schedule.
     """
 
     action: Action
     submitted_s: float
     receipt: Receipt
+    index: int = 0
 
 
 class _TierDied(Exception):
@@ -256,7 +258,7 @@ class _Attempt:
 
     def _complete(self, index: int, receipt: Receipt) -> None:
         action = self.schedule[index]
-        self.records[index] = Record(action, self.submitted_s[index], receipt)
+        self.records[index] = Record(action, self.submitted_s[index], receipt, index)
         del self.written[index]  # a reference held here would keep every value of the step until its end
         if action.op is Op.SAVE:
             self.saved.add(action.layer)

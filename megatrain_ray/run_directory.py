@@ -115,7 +115,8 @@ class RunDirectory:
     def _clear(self) -> None:
         for checkpoint in list_checkpoints(self.path):
             remove_tree(checkpoint.path)
-        for name in ("metrics.jsonl", "config.yaml", "plan.json", "trace.json", "report.html", STATE):
+        names = ("metrics.jsonl", "config.yaml", "plan.json", "trace.json", "about.json", "report.html", STATE)
+        for name in names:
             (self.path / name).unlink(missing_ok=True)
 
     # --- metrics ----------------------------------------------------------------------------------------------------

@@ -27,8 +27,11 @@ from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, TrainingError
+from megatrain_ray.observe.about import write_about
+from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
 from megatrain_ray.observe.memory import RayMemory, private_bytes
+from megatrain_ray.observe.metrics import RunMetrics
 from megatrain_ray.observe.status import live_status
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.observe.trackers import Trackers
@@ -96,7 +99,9 @@ class Trainer:
         self._training = self._stop = False
         self._peaks: dict[str, int] = {}
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
+        self._deaths_told: dict[Tier, int] = dict(self._deaths)
         self._evaluation: dict[str, float] = {}
+        self._metrics: RunMetrics | None = None
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
@@ -145,6 +150,8 @@ class Trainer:
                 self.run.append(record)
                 self._recent.append(record)
                 self._trackers.publish(record)
+                if self._metrics is not None:
+                    self._metrics.publish(record)
                 every = self.config.training.save_steps
                 due = self._save_next or bool(every and self.step % every == 0)
                 if due and self.step < self.total_steps:
@@ -277,6 +284,9 @@ class Trainer:
             self._trackers.close()
             if self.state in ("starting", "running", "paused"):
                 self._enter("stopped")
+        if self._metrics is not None:
+            self._metrics.close()
+            self._metrics = None
         if self._cluster is not None:
             self._cluster.shutdown()
             self._cluster = None
@@ -326,6 +336,7 @@ class Trainer:
         prepared, plan = self._prepared, self._prepared.plan
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
         replace_text(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
+        write_about(self.run.path, prepared, step=self.step, total_steps=self.total_steps)
         self._enter("starting")
         self._control = ControlServer(self.run.path, self._commands())
         self._trackers = Trackers(self.config, self.run.path, step=self.step)
@@ -349,6 +360,7 @@ class Trainer:
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
         self._cluster.start(self.run.name, specs)
+        self._metrics = RunMetrics(self.run.name, plan.to_json(), total_steps=self.total_steps)
         self._pipeline = Pipeline(
             self._cluster,
             tuple(spec.name for spec in prepared.layers),
@@ -439,8 +451,8 @@ class Trainer:
             scale = min(float(training.max_grad_norm or 0.0) / (grad_norm + 1e-6), 1.0)
             self._pending = Hyper(hyper.step, hyper.learning_rate, scale)
         self.step = batch.step
-        write_trace(self.run.path / "trace.json", records, self._prepared.layers)
-        return self._record(batch, hyper, loss, grad_norm, records, time.time() - started_s)
+        write_trace(self.run.path / "trace.json", records, self._prepared.layers, step=self.step)
+        return self._record(batch, hyper, loss, grad_norm, records, started_s)
 
     def _run(
         self, schedule: Schedule, batch: StepBatch | None, *, eager: Hyper | None = None, train: bool = True
@@ -479,8 +491,14 @@ class Trainer:
         loss: float,
         grad_norm: float,
         records: list[Record],
-        step_time_s: float,
+        started_s: float,
     ) -> dict[str, Any]:
+        ended_s = time.time()
+        step_time_s = ended_s - started_s
+        # Since the last record; of what evaluations and saves have replayed only the deaths are known.
+        deaths = {str(tier): count - self._deaths_told[tier] for tier, count in self._deaths.items()}
+        self._deaths_told = dict(self._deaths)
+        replayed = any(deaths.values()) and records
         receipts = [record.receipt for record in records]
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
@@ -509,6 +527,10 @@ class Trainer:
             ),
             "object_store_put_bytes": sum(receipt.put_bytes for receipt in receipts),
             "peak_bytes": peaks,
+            "ended_s": ended_s,
+            "restarts": {tier: count for tier, count in deaths.items() if count},
+            "replay_s": max(min(r.submitted_s for r in records) - started_s, 0.0) if replayed else 0.0,
+            **measure_activity(records, step_time_s, self._pipeline.bytes_of),
         }
 
     def _maybe_evaluate(self, record: dict[str, Any]) -> None:
