@@ -451,7 +451,8 @@ class _Planner:
         """Layers in RAM: masters as imported. Paged ones: with clipping one file a layer and a few spare ones."""
         size = {index: self.layers[index].section_bytes("float32") for index in shape.trainable}
         paged = sorted((len(STATE) * size[index] for index in shape.paged), reverse=True)
-        spare = sum(paged[: shape.prefetch_depth + 2]) if self._deferred else sum(paged)
+        # A write goes to a spare file before the one that it replaces is spare.
+        spare = sum(paged[: shape.prefetch_depth + 2]) if self._deferred else sum(paged) + sum(paged[:1])
         return (
             sum(size[index] for index in resident)
             + sum(paged)

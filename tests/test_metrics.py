@@ -75,7 +75,11 @@ def test_a_live_run_is_seen_from_outside(
 
     held_out = write_tokens(tmp_path / "eval.jsonl", [9, 12], 97)
     config = make_config(
-        model_dir("llama"), training__max_steps=4, training__eval_steps=2, data__eval_path=str(held_out)
+        model_dir("llama"),
+        training__output_dir=str(tmp_path / "watched"),  # a name of its own in a Ray that other tests use
+        training__max_steps=4,
+        training__eval_steps=2,
+        data__eval_path=str(held_out),
     )
     with Trainer(config) as trainer:
         records = []
@@ -119,7 +123,7 @@ def _samples(text: str, wanted: set[str], step: int) -> dict[str, dict[str, floa
     metrics: dict[str, dict[str, float]] = {}
     for line in text.splitlines():
         sample = re.fullmatch(r"(ray_megatrain_\w+)\{(.*)\} (\S+)", line)
-        if sample and 'run="run"' in sample[2]:
+        if sample and 'run="watched"' in sample[2]:
             tier = re.search(r'\btier="(\w+)"', sample[2])
             metrics.setdefault(sample[1], {})[tier[1] if tier else ""] = float(sample[3])
     shown = metrics.get("ray_megatrain_step", {}).get("")

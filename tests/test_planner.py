@@ -117,7 +117,7 @@ def test_paged_layers_have_one_file_and_a_few_spare_ones_or_two_without_clipping
     assert clipped.resident == ()
     spilled = 4 * sum(stream()[index].numel for index in clipped.shape.spilled_grads)
     assert clipped.store_bytes == 12 * TOTAL + 12 * (HEAD + EMBED + LAYER) + spilled
-    assert plan(tiers__placement="nvme", training__max_grad_norm=0).store_bytes == 2 * 12 * TOTAL
+    assert plan(tiers__placement="nvme", training__max_grad_norm=0).store_bytes == 2 * 12 * TOTAL + 12 * HEAD
     assert clipped.peak_bytes["nvme_store"] <= planner.STORE_BYTES + 4 * 8 * MIB + 2 * 12 * HEAD
     assert clipped.peak_bytes["cpu_optimizer"] == planner.OPTIMIZER_BYTES + 4096 + 3 * MIB + 12 * HEAD
 
@@ -139,9 +139,9 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_the_smallest_change()
         plan(with_ram(512 * MIB))
     least = plan(tiers__placement="nvme", micro_batches=8).peak_bytes["total_ram"]
     with pytest.raises(PlanError, match=r"lower training\.gradient_accumulation_steps from 8 to 4"):
-        plan(with_ram(least - 100 * MIB), micro_batches=8)
+        plan(with_ram(least - 300 * MIB), micro_batches=8)
     with pytest.raises(PlanError, match=r"set tiers\.placement: nvme, with which it needs"):
-        plan(with_ram(plan(tiers__placement="nvme").peak_bytes["total_ram"]), tiers__placement="ram")
+        plan(with_ram(plan(tiers__placement="ram").peak_bytes["total_ram"] - 50 * MIB), tiers__placement="ram")
     full = plan()
     room = full.disk_bytes - full.checkpoint_bytes
     with pytest.raises(PlanError, match="save_total_limit: 1"):
