@@ -141,7 +141,7 @@ def test_a_small_run_takes_what_was_planned(tmp_path: Path) -> None:
     planned, measured = measure(case, tmp_path)
     table = show(planned, measured)
     assert planned["total_ram"] == pytest.approx(measured["total_ram"], rel=0.10), table
-    assert planned["nvme"] == pytest.approx(measured["nvme"], rel=0.02), table
+    assert planned["nvme"] == pytest.approx(measured["nvme"], rel=0.10), table  # how many spare files depends on timing
     for tier in ("driver", "cpu_optimizer", "ray"):
         assert planned[tier] == pytest.approx(measured[tier], rel=0.10), table
     for tier in ("gpu_worker", "nvme_store"):
