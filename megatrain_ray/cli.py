@@ -7,7 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -41,6 +41,7 @@ def train(
     config_path: ConfigPath,
     resume: Annotated[bool, typer.Option(help="Continue from the newest complete checkpoint.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a run that output_dir holds.")] = False,
+    quiet: Annotated[bool, typer.Option(help="Prints the closing line and errors only.")] = False,
     overrides: Overrides = None,
 ) -> None:
     """Trains."""
@@ -49,14 +50,15 @@ def train(
 
     config = load_config(config_path, overrides or ())
     changed = [override.partition("=")[0].strip() for override in overrides or ()]
+    tell = (lambda message: None) if quiet else _tell
     with (
         _Signals() as signals,
-        Trainer(config, resume=resume, overwrite=overwrite, changed=changed, tell=_tell) as trainer,
+        Trainer(config, resume=resume, overwrite=overwrite, changed=changed, tell=tell) as trainer,
     ):
-        _tell(f"output: {trainer.run.path}")
+        tell(f"output: {trainer.run.path}")
         signals.stop = trainer.request_stop
         first = last = None
-        with _progress(trainer) as show:
+        with nullcontext(lambda record: None) if quiet else _progress(trainer) as show:
             for record in trainer.steps():
                 first, last = first or record, record
                 show(record)

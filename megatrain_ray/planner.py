@@ -357,7 +357,7 @@ class _Planner:
         store_bytes = self._store_files(shape, resident)
         peak["nvme"] = store_bytes
         checkpoint_bytes = len(STATE) * 4 * sum(spec.num_parameters for spec in self.layers)
-        checkpoints = (self.config.training.save_total_limit or 1) + 1
+        checkpoints = self._most_checkpoints
         wanted = self.config.tiers.object_store_memory
         needed = peak["object_store"]
         cores = self.machine.cores
@@ -459,6 +459,15 @@ class _Planner:
             + spare
             + sum(size[index] for index in shape.spilled_grads)
         )
+
+    @property
+    def _most_checkpoints(self) -> int:
+        """Those that are kept and the one being written; a short run writes no more than it has saves."""
+        training = self.config.training
+        kept = (training.save_total_limit or 1) + 1
+        if not training.save_steps:
+            return 1
+        return min(kept, -(-training.max_steps // training.save_steps)) if training.max_steps else kept
 
     def _largest(self, indices: Iterable[int]) -> int:
         """Bytes of the largest fp32 section."""

@@ -15,7 +15,13 @@ from megatrain_ray.layout import takes_weight_decay
 
 
 def plain_training(
-    config: Config, data: TrainingData, steps: int, *, dtype: torch.dtype = torch.float32, attention: str = "sdpa"
+    config: Config,
+    data: TrainingData,
+    steps: int,
+    *,
+    dtype: torch.dtype = torch.float32,
+    attention: str = "sdpa",
+    label_smoothing: float = 0.0,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Losses and norms of each step, and the final weights, of transformers and torch.optim.AdamW in memory."""
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -55,6 +61,7 @@ def plain_training(
                 logits[:, :-1].float().flatten(0, 1),
                 torch.from_numpy(micro_batch.labels)[:, 1:].flatten(),
                 reduction="sum",
+                label_smoothing=label_smoothing,
             )
             (loss / batch.target_tokens).backward()
             total += loss.item()
