@@ -2,8 +2,8 @@
 
     make alpaca                or            python examples/alpaca.py
 
-Fetches SmolLM2-135M-Instruct (as the quickstart does) and LLaMA-Factory's `alpaca_en_demo.json`, trains `alpaca.yaml`, and
-shows the loss on held-out rows and an answer before and after. The file's licence is its own: it stays in the cache.
+Fetches SmolLM2-135M-Instruct (as the quickstart does) and LLaMA-Factory's `alpaca_en_demo.json`, trains `alpaca.yaml`,
+and shows the loss on held-out rows and answers before and after. The file's licence is its own: it stays in the cache.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     make identity              or            python examples/identity.py
 
-Fetches SmolLM2-135M-Instruct (as the quickstart does) and LLaMA-Factory's `identity.json`, fills in a name and an author,
-and trains `identity.yaml` on the short rows. The file's licence is its own: it stays in the cache.
+Fetches SmolLM2-135M-Instruct (as the quickstart does) and LLaMA-Factory's `identity.json`, fills in a name and an
+author, and trains `identity.yaml` on the short rows. The file's licence is its own: it stays in the cache.
 """
 
 from __future__ import annotations
