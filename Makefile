@@ -3,10 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: quickstart test check format clean
+.PHONY: quickstart identity alpaca test check format clean
 
 quickstart: $(STAMP)
 	$(BIN)/python examples/quickstart.py
+
+identity alpaca: $(STAMP)
+	$(BIN)/python examples/$@.py
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(TESTS)

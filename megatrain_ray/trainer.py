@@ -334,12 +334,12 @@ class Trainer:
         if self._cluster is not None:
             return
         prepared, plan = self._prepared, self._prepared.plan
+        self._trackers = Trackers(self.config, self.run.path, step=self.step)
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
         replace_text(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
         write_about(self.run.path, prepared, step=self.step, total_steps=self.total_steps)
         self._enter("starting")
         self._control = ControlServer(self.run.path, self._commands())
-        self._trackers = Trackers(self.config, self.run.path, step=self.step)
         # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
         self._arena = os.memfd_create("masters-and-moments")
         os.ftruncate(self._arena, arena_bytes(prepared.layers, plan.resident))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import xxhash
 
 from megatrain_ray.config import Config
 from megatrain_ray.errors import ConfigError
@@ -37,32 +36,27 @@ class Trackers:
     Args:
         config: Of the run.
         directory: Of the run; tensorboard's files go to its ``tensorboard`` folder, wandb's to ``wandb``.
-        step: Steps done: what an interrupted run has reported beyond them no longer counts.
+        step: Steps done: what an interrupted run has reported beyond them no longer counts; 0: a new run.
+
+    Raises:
+        ConfigError: wandb cannot start, as without an account or a network.
     """
 
     def __init__(self, config: Config, directory: Path, *, step: int) -> None:
         self._writer: Any = None
         self._wandb: Any = None
+        self._every = config.training.logging_steps
         names = config.training.report_to
         if "tensorboard" in names:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
         if "wandb" in names:
-            import wandb
-
-            self._wandb = wandb.init(
-                project=os.environ.get("WANDB_PROJECT", "megatrain_ray"),
-                name=directory.name,
-                id=xxhash.xxh3_64_hexdigest(str(directory).encode()),  # a resumed run goes on under its name
-                resume="allow",
-                dir=str(directory),
-                config=config.model_dump(mode="json"),
-            )
+            self._wandb = _start_wandb(config, directory, fresh=step == 0)
 
     def publish(self, record: Mapping[str, Any]) -> None:
-        """Sends one record."""
-        if self._writer is None and self._wandb is None:
+        """Sends one record, if its step is one of every ``logging_steps`` or evaluated."""
+        if record["step"] % self._every and "eval_loss" not in record:
             return
         values = {f"train/{key}": record[key] for key in _TRAIN}
         values |= {
@@ -81,3 +75,26 @@ class Trackers:
             self._writer.close()
         if self._wandb is not None:
             self._wandb.finish()
+
+
+def _start_wandb(config: Config, directory: Path, *, fresh: bool) -> Any:
+    """A wandb run; a resumed run goes on under the id that it had, a new one in the same directory never does."""
+    import wandb
+
+    id_file = directory / "wandb" / "id"
+    if fresh or not id_file.exists():
+        id_file.parent.mkdir(parents=True, exist_ok=True)
+        id_file.write_text(secrets.token_hex(4), encoding="ascii")
+    try:
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "megatrain_ray"),
+            name=directory.name,
+            id=id_file.read_text(encoding="ascii"),
+            resume="allow",
+            dir=str(directory),
+            config=config.model_dump(mode="json"),
+        )
+    except wandb.errors.Error as error:
+        raise ConfigError(
+            f"training.report_to: wandb cannot start: {error}; run `wandb login`, or set WANDB_MODE=offline"
+        ) from error
