@@ -203,14 +203,22 @@ class Cluster:
         for tier in specs:
             self.wait_alive(tier)
 
-    def wait_alive(self, tier: Tier) -> None:
+    def revive(self, tier: Tier, deadline_s: float) -> None:
+        """Waits until the tier answers; one that says nothing for so long is stopped or hangs, and is replaced."""
+        try:
+            self.wait_alive(tier, deadline_s)
+        except StalledError:
+            self.kill(tier)
+            self.wait_alive(tier)
+
+    def wait_alive(self, tier: Tier, deadline_s: float = START_DEADLINE_S) -> None:
         """Waits until the tier answers, through restarts.
 
         Raises:
-            StalledError: It did not within `START_DEADLINE_S`.
+            StalledError: It did not within ``deadline_s``.
             ActorLostError: Its constructor fails.
         """
-        give_up_s = time.monotonic() + START_DEADLINE_S
+        give_up_s = time.monotonic() + deadline_s
         while True:
             try:
                 handle = self._handles.get(tier)
@@ -223,7 +231,7 @@ class Cluster:
                 return
             except GetTimeoutError:
                 raise StalledError(
-                    f"{tier}: no answer within {START_DEADLINE_S:.0f} s of its start; look at the machine's load, and "
+                    f"{tier}: no answer within {deadline_s:.0f} s of its start; look at the machine's load, and "
                     "whether Ray has the GPU that the run asks for"
                 ) from None
             except RayTaskError as error:

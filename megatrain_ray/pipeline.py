@@ -120,7 +120,7 @@ class Pipeline:
                 if deaths[death.action] >= MAX_ATTEMPTS or deaths.total() >= MAX_REPLAYS:
                     raise self._lost(death) from None
             for tier in Tier:
-                self.cluster.wait_alive(tier)
+                self.cluster.revive(tier, self.deadline_s)
 
     def _lost(self, death: _TierDied) -> Exception:
         action = death.action
