@@ -320,9 +320,18 @@ def _own_signals() -> Iterator[None]:
     """Keeps this process's handlers: Ray would replace the one of SIGTERM by its own, which aborts."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    interrupted = False
+    try:
+        yield
+    except SystemExit as left:  # with these codes Ray's handlers leave, before ours are back
+        interrupted = left.code in (1, signal.SIGTERM)
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        terminate = handlers.get(signal.SIGTERM)
+        if interrupted and callable(terminate):
+            terminate(signal.SIGTERM, None)
 
 
 def _cause(error: RayTaskError) -> BaseException:

@@ -114,8 +114,11 @@ class NvmeStore:
         self._busy_s = 0.0
         manifest = directory / MANIFEST
         if manifest.exists():
-            for name, versions in json.loads(manifest.read_text(encoding="utf-8")).items():
-                self._versions[name] = [_Version(**version) for version in versions]
+            try:
+                for name, versions in json.loads(manifest.read_text(encoding="utf-8")).items():
+                    self._versions[name] = [_Version(**version) for version in versions]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise StoreError(f"{manifest}: is damaged ({error}); resume from the newest checkpoint") from error
         named = {version.file for versions in self._versions.values() for version in versions}
         self._writing: set[str] = set()
         files = {path.name for path in directory.glob("*.safetensors") if is_store_file(path.name)}
@@ -135,7 +138,7 @@ class NvmeStore:
 
     async def read_grads(self, layer: int) -> PackedLayer:
         """The gradients of a layer that wait here for the norm."""
-        return await self._read(self._versions[_grads_key(self.layers[layer])][0], self.layers[layer], GRADS)
+        return await self._read(self._held(_grads_key(self.layers[layer]))[0], self.layers[layer], GRADS)
 
     async def write(self, layer: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer's state beside the current one, then makes it current."""
@@ -186,7 +189,16 @@ class NvmeStore:
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _newest(self, layer: int) -> _Version:
-        return max(self._versions[self.layers[layer].name], key=lambda version: version.step)
+        return max(self._held(self.layers[layer].name), key=lambda version: version.step)
+
+    def _held(self, key: str) -> list[_Version]:
+        """What the manifest names, which another process may have written."""
+        if key not in self._versions:
+            raise StoreError(
+                f"{key}: {self.directory / MANIFEST} does not name it: the store was changed from outside; resume from "
+                "the newest checkpoint"
+            )
+        return self._versions[key]
 
     async def _read(self, version: _Version, spec: LayerSpec, sections: tuple[str, ...]) -> PackedLayer:
         section_bytes = spec.section_bytes("float32")
@@ -217,8 +229,15 @@ class NvmeStore:
                 )
 
         started_s = time.perf_counter()
-        with self._opened(path, write=False, spec=spec) as file:
-            await _all(read_section(row, section) for row, section in enumerate(sections))
+        try:
+            with self._opened(path, write=False, spec=spec) as file:
+                await _all(read_section(row, section) for row, section in enumerate(sections))
+        except OSError as error:
+            raise StoreError(
+                f"{spec.name}: {path} cannot be read: {error.strerror}; look at the drive and its file system, then "
+                "resume from the newest checkpoint",
+                context={"layer": spec.index, "path": str(path)},
+            ) from error
         self._busy_s += time.perf_counter() - started_s
         return PackedLayer(spec.index, version.step, "float32", sections, buffer)
 
@@ -243,18 +262,20 @@ class NvmeStore:
                     ]
                 )
                 file.truncate(len(header) + packed.data.nbytes)
+            version = _Version(name, packed.step, len(header), dict(zip(packed.sections, checksums, strict=True)))
+            before = self._versions.get(key, [])
+            others = [other for other in before if other.step != packed.step]
+            self._versions[key] = sorted([*others, version], key=lambda each: each.step)[-keep:]
+            await self._write_manifest()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = f"the disk has {shutil.disk_usage(self.directory).free} free" if full else error.strerror
+            advice = "free some" if full else "look at the drive and its file system"
             raise StoreError(
-                f"{spec.name}: {path} needs {packed.data.nbytes} bytes and the disk has "
-                f"{shutil.disk_usage(self.directory).free} free: free some, then resume from the newest checkpoint"
+                f"{spec.name}: {path} needs {packed.data.nbytes} bytes and cannot be written: {why}; {advice}, then "
+                "resume from the newest checkpoint",
+                context={"layer": spec.index, "path": str(path)},
             ) from error
-        version = _Version(name, packed.step, len(header), dict(zip(packed.sections, checksums, strict=True)))
-        before = self._versions.get(key, [])
-        others = [other for other in before if other.step != packed.step]
-        self._versions[key] = sorted([*others, version], key=lambda each: each.step)[-keep:]
-        await self._write_manifest()
         self._writing.discard(name)
         self._spares.update({old.file for old in before} - {kept.file for kept in self._versions[key]})
         self._written_bytes += packed.data.nbytes
