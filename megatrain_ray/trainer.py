@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -26,7 +28,7 @@ from megatrain_ray.config import Config, differences, with_override
 from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
-from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, TrainingError
+from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
 from megatrain_ray.observe.about import write_about
 from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
@@ -166,8 +168,11 @@ class Trainer:
             self.save_checkpoint()
             self._training = False
         except Exception as error:
-            self._enter("failed", cause=str(error) or type(error).__name__)
-            raise
+            if isinstance(error, OSError):
+                error = self._unwritable(error)
+            with contextlib.suppress(OSError):  # the disk may be what has failed
+                self._enter("failed", cause=str(error) or type(error).__name__)
+            raise error
         self._enter("finished" if self.step >= self.total_steps else "stopped")
 
     def request_stop(self) -> bool:
@@ -299,7 +304,8 @@ class Trainer:
             self._control = None
             self._trackers.close()
             if self.state in ("starting", "running", "paused"):
-                self._enter("stopped")
+                with contextlib.suppress(OSError):
+                    self._enter("stopped")
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -390,6 +396,14 @@ class Trainer:
         for note in self._cluster.ask(Tier.WORKER, "finish_import"):
             self.tell(note)
         self._enter("running")
+
+    def _unwritable(self, error: OSError) -> StoreError:
+        """A failure of the driver's own files: records, state, trace."""
+        free = shutil.disk_usage(self.run.path).free
+        return StoreError(
+            f"{error.filename or self.run.path}: {error.strerror or error} (step {self.step}, {free} bytes free); "
+            "make room or look at the drive, then resume from the newest checkpoint"
+        )
 
     def _enter(self, state: str, **facts: Any) -> None:
         self.state = state
