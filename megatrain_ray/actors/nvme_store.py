@@ -13,6 +13,7 @@ import asyncio
 import errno
 import itertools
 import json
+import logging
 import math
 import os
 import re
@@ -40,6 +41,8 @@ from megatrain_ray.layout import LayerSpec, align_up
 from megatrain_ray.packed import GRADS, MASTER, STATE, PackedLayer
 
 __all__ = ["NvmeStore", "WriteReceipt", "is_store_file"]
+
+_logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"(embed|head|layer-\d+)(\.grads)?\.\d+\.safetensors|\.?manifest\.json(\.partial)?")
@@ -153,6 +156,7 @@ class NvmeStore:
     async def begin_save(self, number: int, save_spec: SaveSpec) -> None:
         """Starts checkpoint ``number``, which consists of ``save_spec``; a half-written one of that number is gone."""
         self._writers = {number: await asyncio.to_thread(CheckpointWriter, str(self.output_dir), number, save_spec)}
+        _logger.info("checkpoint-%d begins", number)
 
     async def save(self, layer: int, number: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer into checkpoint ``number``."""
@@ -169,6 +173,7 @@ class NvmeStore:
         if writer is None:
             return None
         path = await asyncio.to_thread(writer.finish, trainer_state)
+        _logger.info("%s is complete", path)
         if self.keep is not None:
             await asyncio.to_thread(prune_checkpoints, self.output_dir, self.keep)
         return str(path)
