@@ -45,6 +45,9 @@ MAX_ATTEMPTS = 3
 START_DEADLINE_S = 180.0
 """Longest start of an actor: imports from a cold disk, on a machine that is busy."""
 
+GPU_PATIENCE_S = 20.0
+"""Ray takes a moment to notice that a run before this one has given its GPU back."""
+
 CLASS_NAME = {Tier.STORE: "NvmeStore", Tier.OPTIMIZER: "CpuOptimizer", Tier.WORKER: "GpuWorker"}
 
 _logger = logging.getLogger(__name__)
@@ -224,7 +227,11 @@ class Cluster:
             run: Name of the run; the actors are called ``RUN/nvme_store`` and so on.
             specs: What to make.
             logs: Directory for the actors' logs; its parent exists.
+
+        Raises:
+            PlanError: Ray has no GPU to give.
         """
+        _check_gpus(sum(spec.num_gpus for spec in specs.values()))
         for tier, spec in specs.items():
             base = _AsyncTierActor if tier is Tier.STORE else _TierActor
             remote_class: Any = ray.remote(type(CLASS_NAME[tier], (base,), {"__module__": __name__}))
@@ -269,8 +276,7 @@ class Cluster:
                 return
             except GetTimeoutError:
                 raise StalledError(
-                    f"{tier}: no answer within {deadline_s:.0f} s of its start; look at the machine's load, and "
-                    "whether Ray has the GPU that the run asks for"
+                    f"{tier}: no answer within {deadline_s:.0f} s of its start; look at the machine's load"
                 ) from None
             except RayTaskError as error:
                 raise _cause(error) from None
@@ -359,6 +365,23 @@ class Cluster:
         if self.owns_ray:
             ray.shutdown()
             self.owns_ray = False
+
+
+def _check_gpus(required: float) -> None:
+    """An actor that asks for a GPU which Ray cannot give would wait for it, silently."""
+    give_up_s = time.monotonic() + GPU_PATIENCE_S
+    while required:
+        held: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        if free.get("GPU", 0.0) >= required:
+            return
+        if held.get("GPU", 0.0) < required or time.monotonic() > give_up_s:
+            raise PlanError(
+                f"the run requires {required:g} GPU; Ray has {held.get('GPU', 0.0):g}, of which {free.get('GPU', 0.0):g} "
+                "available: end what holds it (`ray list actors`), start Ray where the GPU is visible "
+                "(CUDA_VISIBLE_DEVICES), or set tiers.device: cpu"
+            )
+        time.sleep(0.5)
 
 
 @contextlib.contextmanager
