@@ -377,7 +377,7 @@ def _check_gpus(required: float) -> None:
             return
         if held.get("GPU", 0.0) < required or time.monotonic() > give_up_s:
             raise PlanError(
-                f"the run requires {required:g} GPU; Ray has {held.get('GPU', 0.0):g}, of which {free.get('GPU', 0.0):g} "
+                f"the run requires {required:g} GPU; Ray has {held.get('GPU', 0.0):g}, and {free.get('GPU', 0.0):g} "
                 "available: end what holds it (`ray list actors`), start Ray where the GPU is visible "
                 "(CUDA_VISIBLE_DEVICES), or set tiers.device: cpu"
             )

@@ -250,10 +250,8 @@ class Trainer:
         spec = find_layer(self._prepared.layers, layer)
         if self._cluster is None or Tier.OPTIMIZER not in self._cluster.pids:
             raise TrainingError("the run is starting: its layers are not there yet")
-        arguments: tuple[Any, ...] = (spec.index, tensor)
-        if spec.index in self._shape.paged:
-            arguments += (self._cluster.call(Tier.STORE, "read", spec.index, num_values=1).values[0],)
-        facts: dict[str, Any] = self._cluster.ask(Tier.OPTIMIZER, "inspect", *arguments)
+        tier = Tier.STORE if spec.index in self._shape.paged else Tier.OPTIMIZER
+        facts: dict[str, Any] = self._cluster.ask(tier, "inspect", spec.index, tensor)
         return facts
 
     def save_checkpoint(self) -> Path:

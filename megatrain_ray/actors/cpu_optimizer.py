@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain_ray.layout import ITEMSIZE, LayerSpec, align_up
+from megatrain_ray.observe.layer_facts import describe_state
 from megatrain_ray.packed import PARAMS, STATE, PackedLayer
 from megatrain_ray.tensors import as_tensor
 
@@ -209,11 +210,11 @@ class CpuOptimizer:
             "steps": {self.layers[layer].name: int(self._versions[layer]) >> _CHUNK_BITS for layer in self._state},
         }
 
-    def inspect(self, layer: int, tensor: str | None, state: PackedLayer | None = None) -> dict[str, Any]:
-        """Statistics of a layer in RAM, or of a ``state`` that the store has read."""
-        from megatrain_ray.observe.inspection import describe_state
-
-        return describe_state(self.layers[layer], state or self.snapshot(layer), tensor)
+    def inspect(self, layer: int, tensor: str | None) -> dict[str, Any]:
+        """Statistics of a layer in RAM, or of one of its tensors."""
+        state = self._state[layer].numpy()
+        sections = dict(zip(STATE, state, strict=True))
+        return describe_state(self.layers[layer], self._finished_step(layer), sections, tensor)
 
     # --- internals --------------------------------------------------------------------------------------------------
 
