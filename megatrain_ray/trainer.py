@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import shutil
@@ -32,6 +33,7 @@ from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError,
 from megatrain_ray.observe.about import write_about
 from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
+from megatrain_ray.observe.logs import LOGS, DriverLog, Place
 from megatrain_ray.observe.memory import RayMemory, private_bytes
 from megatrain_ray.observe.metrics import RunMetrics
 from megatrain_ray.observe.status import live_status
@@ -79,7 +81,8 @@ class Trainer:
         tell: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.config = config
-        self.tell = tell
+        self._show = tell
+        self._log = DriverLog()
         self.step = 0
         self.waiting_for = "nothing yet"
         self.state = "starting"
@@ -111,18 +114,23 @@ class Trainer:
             self.run.release()
             raise
         for note in self._prepared.notes:
-            tell(note)
+            self.tell(note, level=logging.WARNING)
         self._data = self._prepared.data
         self.total_steps = self._data.total_steps
         self._learning_rate = self._make_schedule()
         self._fresh = checkpoint is None
         for dropped in self._data.corpus.dropped:
-            tell(f"left out: {dropped}")
+            self.tell(f"left out: {dropped}")
 
     @property
     def device(self) -> str:
         """``cpu`` or ``cuda:N``."""
         return self._prepared.device
+
+    def tell(self, message: str, *, layer: str | None = None, level: int = logging.INFO) -> None:
+        """Says something to the person and to the driver's log. From any thread."""
+        self._log.write(message, Place(self.step, layer), level=level)
+        self._show(message)
 
     def step_batch(self, step: int) -> StepBatch:
         """What a step trains on, from 1."""
@@ -171,6 +179,7 @@ class Trainer:
             if isinstance(error, OSError):
                 error = self._unwritable(error)
             with contextlib.suppress(OSError):  # the disk may be what has failed
+                self._log.write("failed", Place(self.step), level=logging.ERROR, error=error)
                 self._enter("failed", cause=str(error) or type(error).__name__)
             raise error
         self._enter("finished" if self.step >= self.total_steps else "stopped")
@@ -206,6 +215,7 @@ class Trainer:
         """
         if self._cluster is None or actor not in self._cluster.pids:
             raise TrainingError(f"no actor {actor} is running; there are {', '.join(Tier)}, once the run has started")
+        self._log.write(f"{actor} is ended on request", Place(self.step))
         return self._cluster.restart(Tier(actor))
 
     def change(self, key: str, value: Any) -> None:
@@ -254,10 +264,8 @@ class Trainer:
         spec = find_layer(self._prepared.layers, layer)
         if self._cluster is None or Tier.OPTIMIZER not in self._cluster.pids:
             raise TrainingError("the run is starting: its layers are not there yet")
-        arguments: tuple[Any, ...] = (spec.index, tensor)
-        if spec.index in self._shape.paged:
-            arguments += (self._cluster.call(Tier.STORE, "read", spec.index, num_values=1).values[0],)
-        facts: dict[str, Any] = self._cluster.ask(Tier.OPTIMIZER, "inspect", *arguments)
+        tier = Tier.STORE if spec.index in self._shape.paged else Tier.OPTIMIZER
+        facts: dict[str, Any] = self._cluster.ask(tier, "inspect", spec.index, tensor)
         return facts
 
     def save_checkpoint(self) -> Path:
@@ -315,6 +323,7 @@ class Trainer:
         if self._arena is not None:
             os.close(self._arena)
             self._arena = None
+        self._log.close()
         self.run.release()
 
     def __enter__(self) -> Trainer:
@@ -360,6 +369,7 @@ class Trainer:
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
         replace_text(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
         write_about(self.run.path, prepared, step=self.step, total_steps=self.total_steps)
+        self._log.open(self.run.path / LOGS)
         self._enter("starting")
         self._control = ControlServer(self.run.path, self._commands())
         # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
@@ -378,10 +388,11 @@ class Trainer:
             address=self.config.ray.address,
             object_store_bytes=plan.object_store_bytes,
             dashboard=self.config.ray.dashboard,
+            on_note=lambda tier, note: self.tell(f"{tier}: {note}", level=logging.WARNING),
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
-        self._cluster.start(self.run.name, specs)
+        self._cluster.start(self.run.name, specs, self.run.path / LOGS)
         self._metrics = RunMetrics(self.run.name, plan.to_json(), total_steps=self.total_steps)
         self._pipeline = Pipeline(
             self._cluster,
@@ -407,6 +418,7 @@ class Trainer:
 
     def _enter(self, state: str, **facts: Any) -> None:
         self.state = state
+        self._log.write(f"{state}, process {os.getpid()}" if state == "starting" else state, Place(self.step))
         restarts = {} if self._cluster is None else {str(tier): count for tier, count in self._cluster.restarts.items()}
         self.run.write_state(state, max_steps=self.total_steps, restarts=restarts, **facts)
 
@@ -504,7 +516,7 @@ class Trainer:
                 return layer, weights_step
             return (layer,)
 
-        records = self._pipeline.run(schedule, arguments)
+        records = self._pipeline.run(schedule, arguments, step=self.step if batch is None else batch.step)
         if any(action.op in UPDATES for action in schedule):
             self._pending = None
         for record in records:
@@ -624,5 +636,7 @@ class Trainer:
         what = f"did not finish within {self.config.tiers.deadline_s:.0f} s and was killed" if stalled else "died"
         self.tell(
             f"{action.tier} {what} in {self._pipeline.describe(action)} (step {self.step + 1}); it restarts, and the "
-            "step is repeated"
+            "step is repeated",
+            layer=self._pipeline.layer_names[action.layer],
+            level=logging.WARNING,
         )

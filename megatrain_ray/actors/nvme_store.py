@@ -10,16 +10,19 @@ is flushed here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import struct
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,9 +40,12 @@ from megatrain_ray.checkpoint.writer import CheckpointWriter
 from megatrain_ray.direct_io import ALIGNMENT, BLOCK_BYTES, AlignedPool, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.errors import StoreError
 from megatrain_ray.layout import LayerSpec, align_up
+from megatrain_ray.observe.layer_facts import describe_state
 from megatrain_ray.packed import GRADS, MASTER, STATE, PackedLayer
 
 __all__ = ["NvmeStore", "WriteReceipt", "is_store_file"]
+
+_logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"(embed|head|layer-\d+)(\.grads)?\.\d+\.safetensors|\.?manifest\.json(\.partial)?")
@@ -121,6 +127,7 @@ class NvmeStore:
                 raise StoreError(f"{manifest}: is damaged ({error}); resume from the newest checkpoint") from error
         named = {version.file for versions in self._versions.values() for version in versions}
         self._writing: set[str] = set()
+        self._reading: Counter[str] = Counter()
         files = {path.name for path in directory.glob("*.safetensors") if is_store_file(path.name)}
         self._spares = files - named
 
@@ -138,7 +145,7 @@ class NvmeStore:
 
     async def read_grads(self, layer: int) -> PackedLayer:
         """The gradients of a layer that wait here for the norm."""
-        return await self._read(self._held(_grads_key(self.layers[layer]))[0], self.layers[layer], GRADS)
+        return await self._read(self._named(_grads_key(self.layers[layer]))[0], self.layers[layer], GRADS)
 
     async def write(self, layer: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer's state beside the current one, then makes it current."""
@@ -156,6 +163,7 @@ class NvmeStore:
     async def begin_save(self, number: int, save_spec: SaveSpec) -> None:
         """Starts checkpoint ``number``, which consists of ``save_spec``; a half-written one of that number is gone."""
         self._writers = {number: await asyncio.to_thread(CheckpointWriter, str(self.output_dir), number, save_spec)}
+        _logger.info("checkpoint-%d begins", number)
 
     async def save(self, layer: int, number: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer into checkpoint ``number``."""
@@ -172,9 +180,20 @@ class NvmeStore:
         if writer is None:
             return None
         path = await asyncio.to_thread(writer.finish, trainer_state)
+        _logger.info("%s is complete", path)
         if self.keep is not None:
             await asyncio.to_thread(prune_checkpoints, self.output_dir, self.keep)
         return str(path)
+
+    async def inspect(self, layer: int, tensor: str | None) -> dict[str, Any]:
+        """Statistics of the newest state of a layer, or of one of its tensors, straight from its file."""
+        spec, version = self.layers[layer], self._newest(layer)
+        numel = spec.numel
+        with self._held(version):
+            path = self.directory / version.file
+            state = np.memmap(path, np.float32, "r", version.data_start, (len(version.sections), numel))
+            sections = dict(zip(version.sections, state, strict=True))
+            return await asyncio.to_thread(describe_state, spec, version.step, sections, tensor)
 
     async def status(self) -> dict[str, Any]:
         """Bytes moved so far, bytes on disk, kind of I/O."""
@@ -189,9 +208,9 @@ class NvmeStore:
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _newest(self, layer: int) -> _Version:
-        return max(self._held(self.layers[layer].name), key=lambda version: version.step)
+        return max(self._named(self.layers[layer].name), key=lambda version: version.step)
 
-    def _held(self, key: str) -> list[_Version]:
+    def _named(self, key: str) -> list[_Version]:
         """What the manifest names, which another process may have written."""
         if key not in self._versions:
             raise StoreError(
@@ -230,7 +249,7 @@ class NvmeStore:
 
         started_s = time.perf_counter()
         try:
-            with self._opened(path, write=False, spec=spec) as file:
+            with self._held(version), self._opened(path, write=False, spec=spec) as file:
                 await _all(read_section(row, section) for row, section in enumerate(sections))
         except OSError as error:
             raise StoreError(
@@ -284,15 +303,27 @@ class NvmeStore:
 
     def _take_file(self, key: str) -> str:
         """A file to write into, of which nobody knows; one that exists has its blocks on the disk already."""
-        taken = {version.file for version in self._versions.get(key, [])} | self._writing
+        taken = {version.file for version in self._versions.get(key, [])} | self._writing | self._reading.keys()
+        spares = self._spares - self._reading.keys()
         names = (f"{key}.{number}.safetensors" for number in itertools.count())
         name = next(name for name in names if name not in taken)
-        if name in self._spares:
-            self._spares.remove(name)
-        elif self._spares:
-            os.rename(self.directory / self._spares.pop(), self.directory / name)
+        if name not in spares and spares:
+            spare = spares.pop()
+            self._spares.remove(spare)
+            os.rename(self.directory / spare, self.directory / name)
+        self._spares.discard(name)
         self._writing.add(name)
         return name
+
+    @contextlib.contextmanager
+    def _held(self, version: _Version) -> Iterator[None]:
+        """Nobody writes into the file meanwhile, even if it is no longer needed: people look at layers at any time."""
+        self._reading[version.file] += 1
+        try:
+            yield
+        finally:
+            self._reading[version.file] -= 1
+            self._reading += Counter()  # forgets what is at zero
 
     def _opened(self, path: Path, *, write: bool, spec: LayerSpec) -> BlockFile:
         try:

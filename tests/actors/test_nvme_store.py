@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,44 @@ def test_a_layer_takes_one_file_a_generation_and_spares_are_used_again(tmp_path:
             assert older.step == (4 if generations == 2 else 5)
 
     asyncio.run(work())
+
+
+def inodes(directory: Path) -> set[int]:
+    return {path.stat().st_ino for path in directory.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_a_layer_that_is_looked_at_is_not_written_over(
+    tmp_path: Path, generations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, written = threading.Event(), threading.Event()
+    describe = nvme_store.describe_state
+
+    def slowly(*arguments: Any) -> dict[str, Any]:
+        looked.set()
+        assert written.wait(30)
+        return describe(*arguments)
+
+    async def work() -> None:
+        store = make(tmp_path, generations=generations)
+        await store.write(1, packed(1, 1))
+        expected = await store.inspect(1, None)
+        monkeypatch.setattr(nvme_store, "describe_state", slowly)
+        looking = asyncio.ensure_future(store.inspect(1, None))
+        await asyncio.to_thread(looked.wait)
+        for step in range(2, 6):
+            await asyncio.gather(*(store.write(spec.index, packed(spec.index, step)) for spec in LAYERS))
+            assert same(await store.read(1), packed(1, step))
+        written.set()
+        assert await looking == expected and expected["step"] == 1
+        held = inodes(tmp_path)
+        for step in range(6, 16):
+            for spec in LAYERS:
+                await store.write(spec.index, packed(spec.index, step))
+        assert inodes(tmp_path) == held  # the file that was looked at is a spare like any other
+
+    with np.errstate(all="ignore"):  # random bytes are no sensible numbers
+        asyncio.run(work())
 
 
 def test_a_write_that_dies_leaves_the_state_before(tmp_path: Path) -> None:
