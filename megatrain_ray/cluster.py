@@ -89,7 +89,7 @@ def _report(outcome: Any, started_s: float, memory: PeakWatch) -> tuple[Any, ...
     """Splits what a method returned into layers and the rest, and adds the receipt."""
     parts = outcome if isinstance(outcome, tuple) else (outcome,)
     layers = tuple(part for part in parts if isinstance(part, PackedLayer))
-    rest = [part for part in parts if not isinstance(part, PackedLayer)]
+    rest = [part for part in parts if part is not None and not isinstance(part, PackedLayer)]
     put_bytes = sum(layer.data.nbytes for layer in layers)
     receipt = Receipt(started_s, time.time(), rest[0] if rest else None, put_bytes, memory.take())
     return (*layers, receipt) if layers else (receipt,)
