@@ -132,7 +132,7 @@ class _TierActor:
         """Splits what a method returned into layers and the rest, and adds the receipt."""
         parts = outcome if isinstance(outcome, tuple) else (outcome,)
         layers = tuple(part for part in parts if isinstance(part, PackedLayer))
-        rest = [part for part in parts if not isinstance(part, PackedLayer)]
+        rest = [part for part in parts if part is not None and not isinstance(part, PackedLayer)]
         receipt = Receipt(
             started_s,
             time.time(),

@@ -397,7 +397,7 @@ class Trainer:
         self._pipeline = Pipeline(
             self._cluster,
             tuple(spec.name for spec in prepared.layers),
-            value_bytes(prepared.layers, prepared.compute_dtype),
+            value_bytes(prepared.layers, prepared.compute_dtype, self._shape.part_numel),
             deadline_s=deadline_s,
             on_wait=self._note_wait,
             on_death=self._note_death,
@@ -512,8 +512,11 @@ class Trainer:
                 return batch, train
             if op is Op.SAVE:
                 return layer, self._saving
-            if op is Op.READ_MASTER:
-                return layer, weights_step
+            span = self._prepared.layers[layer].part(action.part, self._shape.part_numel)
+            if op is Op.READ_MASTER:  # weights in float32 are masters, and travel as a whole
+                return layer, weights_step, span if self._shape.cast else None
+            if op in (Op.READ, Op.IMPORT):
+                return layer, span
             return (layer,)
 
         records = self._pipeline.run(schedule, arguments, step=self.step if batch is None else batch.step)
@@ -563,7 +566,8 @@ class Trainer:
             "step_time_s": step_time_s,
             "tokens_per_s": batch.tokens / step_time_s,
             "device_idle_fraction": min(max(1.0 - busy_s / step_time_s, 0.0), 1.0),
-            "nvme_read_bytes": sum(record.receipt.put_bytes for record in records if record.action.op in reads),
+            "nvme_read_bytes": sum(record.receipt.put_bytes for record in records if record.action.op in reads)
+            + sum(receipt.info.read_bytes for receipt in receipts if isinstance(receipt.info, WriteReceipt)),
             "nvme_write_bytes": sum(
                 receipt.info.written_bytes for receipt in receipts if isinstance(receipt.info, WriteReceipt)
             ),
