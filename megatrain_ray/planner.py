@@ -86,6 +86,7 @@ class Plan:
         worker_threads, optimizer_threads: Of each process.
         offload_inputs: Layer inputs that backward needs wait in host memory instead of on the device.
         slots: Device buffers for the weights of decoder layers.
+        read_buffer_bytes: Of the store, used again and again.
         object_store_bytes: Size of Ray's object store.
         phases: Predicted peak bytes by phase and tier; ``export`` is `save_pretrained` of a live run.
         peak_bytes: Predicted, by tier, over import, step and save. ``total_ram`` adds up what is in host memory;
@@ -108,6 +109,7 @@ class Plan:
     optimizer_threads: int
     offload_inputs: bool
     slots: int
+    read_buffer_bytes: int
     object_store_bytes: int
     phases: dict[str, dict[str, int]]
     peak_bytes: dict[str, int]
@@ -150,14 +152,15 @@ class Plan:
         }
 
 
-def value_bytes(layers: tuple[LayerSpec, ...], compute_dtype: str) -> Callable[[Value], int]:
+def value_bytes(layers: tuple[LayerSpec, ...], compute_dtype: str, part_numel: int) -> Callable[[Value], int]:
     """Bytes of each value in the object store."""
 
     def bytes_of(value: Value) -> int:
         numel = layers[value.layer].numel
-        if value.kind in ("state", "new_state", "snapshot"):
-            return len(STATE) * 4 * numel
-        return numel * (ITEMSIZE[compute_dtype] if value.kind == "params" else 4)
+        if value.kind in ("state", "new_state", "master"):
+            numel = min(numel - value.part * part_numel, part_numel)
+        sections = len(STATE) if value.kind in ("state", "new_state", "snapshot") else 1
+        return sections * numel * (ITEMSIZE[compute_dtype] if value.kind == "params" else 4)
 
     return bytes_of
 
@@ -369,6 +372,7 @@ class _Planner:
             optimizer_threads=max(cores // 2, 1),
             offload_inputs=choice.offload_inputs,
             slots=max(choice.prefetch_depth, 1) + 1,
+            read_buffer_bytes=self._read_buffers(shape),
             # Objects end at any byte: a little is lost between them.
             object_store_bytes=wanted
             if wanted != "auto"
@@ -384,7 +388,7 @@ class _Planner:
 
     def _object_store(self, shape: StepShape) -> dict[str, int]:
         """Most bytes of values at once, by phase."""
-        bytes_of = value_bytes(self.layers, self.compute_dtype)
+        bytes_of = value_bytes(self.layers, self.compute_dtype, shape.part_numel)
         carried = (
             [Value("grads", index) for index in shape.trainable if index not in shape.spilled_grads]
             if self._deferred
@@ -396,11 +400,16 @@ class _Planner:
         return {phase: peak + FREED_BYTES for phase, peak in peaks.items()}
 
     def _store(self, shape: StepShape) -> int:
-        """Read buffers, used again: those of one layer more than are fetched ahead, within what the pool keeps."""
-        pool_bytes = 2 * len(STATE) * max(spec.section_bytes("float32") for spec in self.layers)
-        state = len(STATE) * self._largest(shape.paged) * (max(shape.prefetch_depth, 1) + 1)
-        grads = self._largest(shape.spilled_grads) * (max(shape.prefetch_depth, 1) + 1)
-        return STORE_BYTES + self._staging + min(state + grads, pool_bytes)
+        return STORE_BYTES + self._staging + self._read_buffers(shape)
+
+    def _read_buffers(self, shape: StepShape) -> int:
+        """Those of one layer more than are fetched ahead, of state in at most two parts; others are used again."""
+        part = 4 * shape.part_numel
+        parts = max((min(len(shape.parts(layer)), 2) for layer in shape.paged), default=0)
+        state = parts * len(STATE) * min(self._largest(shape.paged), part)
+        masters = parts * min(self._largest(shape.paged), part) if shape.cast else self._largest(shape.paged)
+        again = 0 if shape.retain_params else masters
+        return (max(shape.prefetch_depth, 1) + 1) * max(state + self._largest(shape.spilled_grads), again)
 
     @property
     def _staging(self) -> int:
@@ -412,9 +421,11 @@ class _Planner:
         arena = (
             header + JOURNAL_BYTES + sum(len(STATE) * self.layers[index].section_bytes("float32") for index in resident)
         )
-        buffers = len(STATE) * self._largest(shape.paged)
+        buffers = len(STATE) * min(self._largest(shape.paged), 4 * shape.part_numel)
         if shape.cast:
             buffers += self._largest(shape.trainable) // 4 * ITEMSIZE[self.compute_dtype]
+        else:
+            buffers += self._largest(layer for layer in shape.paged if len(shape.parts(layer)) > 1)
         return OPTIMIZER_BYTES + arena + (buffers if updates else 0)
 
     def _worker(self, shape: StepShape, choice: _Choice) -> tuple[int, int | None]:
@@ -503,7 +514,7 @@ class _Planner:
         written, step_s = float(time.nvme_write_bytes), time.step_s
         if every:
             saving = build_step(plan.shape, pending=self._deferred, save=True)
-            written += (nvme_bytes(saving, self.layers)[1] - time.nvme_write_bytes) / every
+            written += (nvme_bytes(saving, plan.shape)[1] - time.nvme_write_bytes) / every
             step_s += (time.save_step_s - time.step_s) / every
         a_day = int(written * 86400 / step_s)
         endurance = self.machine.drive_endurance_bytes

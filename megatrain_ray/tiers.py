@@ -29,6 +29,7 @@ def tier_builders(
             store_dir,
             prepared.layers,
             output_dir=output_dir,
+            pool_bytes=plan.read_buffer_bytes,
             keep=training.save_total_limit,
             # Updates as gradients arrive: a replayed step starts from the state before its first attempt.
             generations=1 if plan.shape.deferred else 2,
