@@ -53,6 +53,7 @@ def tier_builders(
             prepared.device,
             constants,
             plan.worker_threads,
+            plan.slots + plan.shape.keep_graph,
             plan.offload_inputs,
             seed=training.seed,
             keep_graph=plan.shape.keep_graph,
@@ -81,6 +82,7 @@ def _worker(
     device_name: str,
     constants: Mapping[str, Any],
     num_threads: int,
+    num_slots: int,
     offload_inputs: bool,
     **kwargs: Any,
 ) -> Any:
@@ -90,7 +92,7 @@ def _worker(
     from megatrain_ray.actors.gpu_worker import GpuWorker
 
     torch.set_num_threads(num_threads)
-    device = open_device(device_name, offload_inputs=offload_inputs)
+    device = open_device(device_name, num_slots=num_slots, offload_inputs=offload_inputs)
     model = start.recipe.build(compute_dtype, str(device.name))
     model.load_constants({name: torch.from_numpy(value) for name, value in constants.items()})
     return GpuWorker(model, device, open_source=start.open, **kwargs)
