@@ -79,6 +79,11 @@ class LayerSpec:
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
+    def is_decoder(self) -> bool:
+        """Neither ``embed`` nor ``head``."""
+        return self.name not in ("embed", "head")
+
+    @property
     def extents(self) -> tuple[tuple[int, int], ...]:
         """First and last element of each tensor: layers with the same extents have their padding in the same places."""
         return tuple((tensor.offset, tensor.end) for tensor in self.tensors)

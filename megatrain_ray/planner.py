@@ -461,7 +461,9 @@ class _Planner:
         inputs = hidden * (len(self.layers) - 2 - len(kept))
         # Of equal layers one gradient is summed while the one before leaves; buffers are used again.
         sums = allocated(self._largest(range(1, shape.head))) * min(2, shape.head - 1)
-        sums += sum(allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head))
+        outer = [allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head)]
+        # A GPU's allocator gives the head's buffer to the embedding, unless they are one.
+        sums += sum(outer) if self._on_cpu or shape.embed in self.head_reads else max(outer)
         graphs = micro_batches * sum(cost.layers[index].graph_bytes for index in kept)
         working = max(max(layer.forward_bytes, layer.backward_bytes) for layer in cost.layers)
         # What left the last layer, and the gradient that goes back.
@@ -469,9 +471,9 @@ class _Planner:
         if self._on_cpu:
             return WORKER_BYTES + inputs + work, None
         itemsize = ITEMSIZE[self.compute_dtype]
-        outer = sum(self.layers[index].numel for index in (shape.embed, shape.head))
+        ends = sum(self.layers[index].numel for index in (shape.embed, shape.head))
         decoder = self._largest(range(1, shape.head)) // 4
-        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + outer)
+        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + ends)
         # One gradient leaves while the one before is taken.
         leaving = sorted(self.layers[index].section_bytes("float32") for index in range(len(self.layers)))[-2:]
         staging = PINNED_BYTES + sum(leaving)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,8 @@ def _worker(
     offload_inputs: bool,
     **kwargs: Any,
 ) -> Any:
+    # Buffers of many sizes come and go: segments that grow leave no holes between them.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     from megatrain_ray.actors.device import open_device

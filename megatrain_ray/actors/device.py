@@ -207,9 +207,10 @@ class _Load:
 class _Offload:
     """A gradient on its way to the host."""
 
-    def __init__(self, gradient: Tensor, extents: _Extents, staging: _PinnedBuffer) -> None:
+    def __init__(self, gradient: Tensor, spec: LayerSpec, staging: _PinnedBuffer) -> None:
         self.gradient = gradient
-        self.extents = extents
+        self.extents = spec.extents
+        self.again = spec.is_decoder  # the others are needed once a step, one after the other: their memory is shared
         self.staging = staging
         self.grads_done = torch.cuda.Event()
 
@@ -285,7 +286,7 @@ class CudaDevice:
         return gradient
 
     def offload(self, gradient: Tensor, spec: LayerSpec) -> _Offload:
-        offload = _Offload(gradient, spec.extents, self._take_staging(gradient.nbytes))
+        offload = _Offload(gradient, spec, self._take_staging(gradient.nbytes))
         grads_ready = torch.cuda.Event()
         grads_ready.record()
         with torch.cuda.stream(self._d2h_stream):
@@ -297,7 +298,8 @@ class CudaDevice:
 
     def collect(self, ticket: _Offload) -> NDArray[np.uint8]:
         ticket.grads_done.synchronize()
-        self._gradients[ticket.extents].append((ticket.gradient, ticket.grads_done))
+        if ticket.again:
+            self._gradients[ticket.extents].append((ticket.gradient, ticket.grads_done))
         self._staging.append(ticket.staging)
         return ticket.staging.p_host[: ticket.gradient.nbytes].numpy()
 
