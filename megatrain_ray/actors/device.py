@@ -135,7 +135,7 @@ class CpuDevice:
         return ticket
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array)
+        return torch.from_numpy(array.copy())  # what Ray hands out is read-only
 
     def settle(self) -> None:
         """Every call here ends with its work done."""
@@ -326,7 +326,7 @@ class CudaDevice:
         return free.pop() if free else _PinnedBuffer(nbytes)
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.name, non_blocking=True)
+        return torch.from_numpy(array.copy()).to(self.name, non_blocking=True)
 
     def settle(self) -> None:
         self._copier.submit(lambda: None).result()
