@@ -188,7 +188,7 @@ def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 5) 
     spec = pack_layer(0, "embed", [("weight", (4096, 4096))])
     data = aligned_empty(len(STATE) * spec.section_bytes("float32"))
     data[:] = 7
-    store = NvmeStore(directory, (spec,), output_dir=directory, generations=1)
+    store = NvmeStore(directory, (spec,), output_dir=directory, generations=1, pool_bytes=data.nbytes)
     policy = DirectPolicy(True)
     speeds: dict[str, list[float]] = {"write": [], "read": [], "raw write": [], "raw read": []}
 

@@ -143,7 +143,7 @@ class _TierActor:
         """Splits what a method returned into layers and the rest, and adds the receipt."""
         parts = outcome if isinstance(outcome, tuple) else (outcome,)
         layers = tuple(part for part in parts if isinstance(part, PackedLayer))
-        rest = [part for part in parts if not isinstance(part, PackedLayer)]
+        rest = [part for part in parts if part is not None and not isinstance(part, PackedLayer)]
         receipt = Receipt(
             started_s,
             time.time(),
@@ -410,9 +410,18 @@ def _own_signals() -> Iterator[None]:
     """Keeps this process's handlers: Ray would replace the one of SIGTERM by its own, which aborts."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    interrupted = False
+    try:
+        yield
+    except SystemExit as left:  # with these codes Ray's handlers leave, before ours are back
+        interrupted = left.code in (1, signal.SIGTERM)
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        terminate = handlers.get(signal.SIGTERM)
+        if interrupted and callable(terminate):
+            terminate(signal.SIGTERM, None)
 
 
 def _cause(error: RayTaskError) -> BaseException:

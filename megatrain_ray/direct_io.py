@@ -38,7 +38,8 @@ class AlignedPool:
     """Aligned buffers that are used again once nobody looks at them: fresh pages cost more than the copy into them.
 
     Args:
-        capacity_bytes: Most memory to keep; larger buffers and more of them are made, and forgotten after use.
+        capacity_bytes: Most memory to keep: for a buffer of a new size idle ones go, and what is over is forgotten
+            after use.
     """
 
     def __init__(self, capacity_bytes: int) -> None:
@@ -49,16 +50,25 @@ class AlignedPool:
     def take(self, nbytes: int) -> NDArray[np.uint8]:
         """A buffer; it is free again when the last view of it is gone."""
         with self._lock:
-            for owner in self._owners:
-                # References: the list, the loop variable, the argument; each view adds one.
-                if sys.getrefcount(owner) <= 3 and nbytes <= owner.nbytes - ALIGNMENT <= 2 * nbytes:
-                    start = -owner.ctypes.data % ALIGNMENT
-                    return owner[start : start + nbytes]
+            idle = []
+            for index in range(len(self._owners)):
+                # References: the list and the argument; each view adds one.
+                if sys.getrefcount(self._owners[index]) > 2:
+                    continue
+                size = self._owners[index].nbytes - ALIGNMENT
+                if nbytes <= size <= 2 * nbytes:
+                    start = -self._owners[index].ctypes.data % ALIGNMENT
+                    return self._owners[index][start : start + nbytes]
+                idle.append(index)
+            while idle and self._kept_bytes() + nbytes > self._capacity_bytes:
+                del self._owners[idle.pop()]
             buffer = aligned_empty(nbytes)
-            owner = buffer.base  # type: ignore[assignment]
-            if sum(kept.nbytes for kept in self._owners) + owner.nbytes <= self._capacity_bytes:
-                self._owners.append(owner)
+            if self._kept_bytes() + nbytes <= self._capacity_bytes:
+                self._owners.append(buffer.base)  # type: ignore[arg-type]
             return buffer
+
+    def _kept_bytes(self) -> int:
+        return sum(owner.nbytes - ALIGNMENT for owner in self._owners)
 
 
 class DirectPolicy:

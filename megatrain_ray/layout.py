@@ -18,6 +18,9 @@ TENSOR_ALIGN_NUMEL = 64
 LAYER_ALIGN_NUMEL = 1024
 """A layer's length is a multiple of this many elements: 4096 B in fp32, so that sections suit direct I/O."""
 
+PART_NUMEL = 1 << 26
+"""The state of larger layers travels in parts of so many elements (768 MiB): buffers do not grow with the layer."""
+
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of each dtype that a layer buffer may have, by torch's name of the dtype."""
 
@@ -76,6 +79,11 @@ class LayerSpec:
         return sum(tensor.numel for tensor in self.tensors)
 
     @property
+    def is_decoder(self) -> bool:
+        """Neither ``embed`` nor ``head``."""
+        return self.name not in ("embed", "head")
+
+    @property
     def extents(self) -> tuple[tuple[int, int], ...]:
         """First and last element of each tensor: layers with the same extents have their padding in the same places."""
         return tuple((tensor.offset, tensor.end) for tensor in self.tensors)
@@ -83,6 +91,10 @@ class LayerSpec:
     def section_bytes(self, dtype: str) -> int:
         """Bytes of one section (weights, or gradients, or one moment) in ``dtype``."""
         return self.numel * ITEMSIZE[dtype]
+
+    def part(self, index: int, part_numel: int) -> tuple[int, int]:
+        """First and last element of a part of the buffer."""
+        return index * part_numel, min((index + 1) * part_numel, self.numel)
 
 
 def takes_weight_decay(name: str, shape: tuple[int, ...]) -> bool:

@@ -30,6 +30,7 @@ class PackedLayer:
         dtype: ``float32``, ``bfloat16`` or ``float16``: numpy has no bfloat16, so the bytes are untyped.
         sections: Names of the equally long sections in ``data``.
         data: uint8, one-dimensional, ``len(sections) * numel * itemsize`` bytes. Read-only when it came from Ray.
+        start: First element of the layer in the sections: above 0 for a later part of a layer that travels in parts.
     """
 
     layer: int
@@ -37,6 +38,7 @@ class PackedLayer:
     dtype: str
     sections: tuple[str, ...]
     data: NDArray[np.uint8]
+    start: int = 0
 
     @property
     def section_bytes(self) -> int:
@@ -46,6 +48,11 @@ class PackedLayer:
     def numel(self) -> int:
         """Elements of one section."""
         return self.section_bytes // ITEMSIZE[self.dtype]
+
+    @property
+    def stop(self) -> int:
+        """One more than the last element of the layer in the sections."""
+        return self.start + self.numel
 
     def section(self, name: str) -> NDArray[np.uint8]:
         """A view of one section's bytes."""

@@ -194,11 +194,10 @@ class _Attempt:
 
     def _is_done(self, action: Action) -> bool:
         """On a replay: weights that are still in the object store, and layers that are in the checkpoint."""
-        values = self.pipeline.values
         if action.op in _EMITS:
-            return all(value in values for value in action.writes)
-        snapshots = any(value.kind == "snapshot" for value in (*action.reads, *action.writes))
-        return snapshots and action.layer in self.saved
+            params = Value("params", action.layer)  # one that this attempt has used up is on its way out
+            return params in self.pipeline.values and params not in self.freed_by
+        return action.op in (Op.SNAPSHOT, Op.SAVE) and action.layer in self.saved
 
     def _submit(self, index: int, action: Action) -> None:
         pipeline = self.pipeline

@@ -45,6 +45,9 @@ SPARE_SHARE = 0.9
 STAGING_BLOCKS, STAGING_BLOCK_BYTES = 4, 8 * MIB
 """The store's aligned blocks: one for each transfer under way, none larger than what is transferred."""
 
+PINNED_BYTES = 128 * MIB
+"""The worker's pinned blocks, through which weights travel to a GPU."""
+
 FREED_BYTES = 8 * MIB
 """Values that are freed, but not gone from the object store yet."""
 
@@ -86,6 +89,7 @@ class Plan:
         worker_threads, optimizer_threads: Of each process.
         offload_inputs: Layer inputs that backward needs wait in host memory instead of on the device.
         slots: Device buffers for the weights of decoder layers.
+        read_buffer_bytes: Of the store, used again and again.
         object_store_bytes: Size of Ray's object store.
         phases: Predicted peak bytes by phase and tier; ``export`` is `save_pretrained` of a live run.
         peak_bytes: Predicted, by tier, over import, step and save. ``total_ram`` adds up what is in host memory;
@@ -108,6 +112,7 @@ class Plan:
     optimizer_threads: int
     offload_inputs: bool
     slots: int
+    read_buffer_bytes: int
     object_store_bytes: int
     phases: dict[str, dict[str, int]]
     peak_bytes: dict[str, int]
@@ -150,14 +155,15 @@ class Plan:
         }
 
 
-def value_bytes(layers: tuple[LayerSpec, ...], compute_dtype: str) -> Callable[[Value], int]:
+def value_bytes(layers: tuple[LayerSpec, ...], compute_dtype: str, part_numel: int) -> Callable[[Value], int]:
     """Bytes of each value in the object store."""
 
     def bytes_of(value: Value) -> int:
         numel = layers[value.layer].numel
-        if value.kind in ("state", "new_state", "snapshot"):
-            return len(STATE) * 4 * numel
-        return numel * (ITEMSIZE[compute_dtype] if value.kind == "params" else 4)
+        if value.kind in ("state", "new_state", "master"):
+            numel = min(numel - value.part * part_numel, part_numel)
+        sections = len(STATE) if value.kind in ("state", "new_state", "snapshot") else 1
+        return sections * numel * (ITEMSIZE[compute_dtype] if value.kind == "params" else 4)
 
     return bytes_of
 
@@ -260,16 +266,24 @@ class _Planner:
         return ((True, False), (False, False), (True, True), (False, True))
 
     def _fewest_paged(self, base: _Choice) -> _Choice:
-        if self._fits_ram(self._plan(base)):
-            return base
-        low, high = 1, len(self._paging_order)
-        while low < high:  # more in the store needs less RAM
-            middle = (low + high) // 2
-            if self._fits_ram(self._plan(replace(base, num_paged=middle))):
-                high = middle
+        """More in the store needs less RAM, nearly in proportion: the next to try is where a line meets the limit."""
+
+        def over(num_paged: int) -> int:
+            return self._plan(replace(base, num_paged=num_paged)).peak_bytes["total_ram"] - self._limits["total_ram"]
+
+        low, high = 0, len(self._paging_order)
+        over_low, over_high = over(low), over(high)
+        if over_low <= 0 or over_high > 0:
+            return base if over_low <= 0 else replace(base, num_paged=high)
+        while high - low > 1:
+            guess = low + -(-over_low * (high - low) // (over_low - over_high))
+            middle = min(max(guess, low + 1), high - 1)
+            over_middle = over(middle)
+            if over_middle <= 0:
+                high, over_high = middle, over_middle
             else:
-                low = middle + 1
-        return replace(base, num_paged=low)
+                low, over_low = middle, over_middle
+        return replace(base, num_paged=high)
 
     def _most_kept(self, choice: _Choice) -> int:
         low, high = choice.keep_graph, len(self.layers) - 2
@@ -369,6 +383,7 @@ class _Planner:
             optimizer_threads=max(cores // 2, 1),
             offload_inputs=choice.offload_inputs,
             slots=max(choice.prefetch_depth, 1) + 1,
+            read_buffer_bytes=self._read_buffers(shape),
             # Objects end at any byte: a little is lost between them.
             object_store_bytes=wanted
             if wanted != "auto"
@@ -384,23 +399,41 @@ class _Planner:
 
     def _object_store(self, shape: StepShape) -> dict[str, int]:
         """Most bytes of values at once, by phase."""
-        bytes_of = value_bytes(self.layers, self.compute_dtype)
+        bytes_of = value_bytes(self.layers, self.compute_dtype, shape.part_numel)
         carried = (
             [Value("grads", index) for index in shape.trainable if index not in shape.spilled_grads]
             if self._deferred
             else []
         )
-        step = build_step(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
+        step = build_step(shape, pending=self._deferred, save=self._saves_in_steps).peak_bytes(bytes_of, carried)
         flush = build_flush(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
-        peaks = {"import": build_import(shape).peak_bytes(bytes_of), "step": step, "save": flush}
+        peaks = {"import": self._import_peak, "step": step, "save": flush}
         return {phase: peak + FREED_BYTES for phase, peak in peaks.items()}
 
+    @property
+    def _saves_in_steps(self) -> bool:
+        """Whether a checkpoint is written beside a step; the last one is not."""
+        training = self.config.training
+        every, steps = training.save_steps, training.max_steps
+        return every is not None and (steps is None or every < steps)
+
+    @cached_property
+    def _import_peak(self) -> int:
+        """The same wherever layers go."""
+        shape = self._shape(_Choice())
+        return build_import(shape).peak_bytes(value_bytes(self.layers, self.compute_dtype, shape.part_numel))
+
     def _store(self, shape: StepShape) -> int:
-        """Read buffers, used again: those of one layer more than are fetched ahead, within what the pool keeps."""
-        pool_bytes = 2 * len(STATE) * max(spec.section_bytes("float32") for spec in self.layers)
-        state = len(STATE) * self._largest(shape.paged) * (max(shape.prefetch_depth, 1) + 1)
-        grads = self._largest(shape.spilled_grads) * (max(shape.prefetch_depth, 1) + 1)
-        return STORE_BYTES + self._staging + min(state + grads, pool_bytes)
+        return STORE_BYTES + self._staging + self._read_buffers(shape)
+
+    def _read_buffers(self, shape: StepShape) -> int:
+        """Those of one layer more than are fetched ahead, of state in at most two parts; others are used again."""
+        part = 4 * shape.part_numel
+        parts = max((min(len(shape.parts(layer)), 2) for layer in shape.paged), default=0)
+        state = parts * len(STATE) * min(self._largest(shape.paged), part)
+        masters = parts * min(self._largest(shape.paged), part) if shape.cast else self._largest(shape.paged)
+        again = 0 if shape.retain_params else masters
+        return (max(shape.prefetch_depth, 1) + 1) * max(state + self._largest(shape.spilled_grads), again)
 
     @property
     def _staging(self) -> int:
@@ -412,9 +445,11 @@ class _Planner:
         arena = (
             header + JOURNAL_BYTES + sum(len(STATE) * self.layers[index].section_bytes("float32") for index in resident)
         )
-        buffers = len(STATE) * self._largest(shape.paged)
+        buffers = len(STATE) * min(self._largest(shape.paged), 4 * shape.part_numel)
         if shape.cast:
             buffers += self._largest(shape.trainable) // 4 * ITEMSIZE[self.compute_dtype]
+        else:
+            buffers += self._largest(layer for layer in shape.paged if len(shape.parts(layer)) > 1)
         return OPTIMIZER_BYTES + arena + (buffers if updates else 0)
 
     def _worker(self, shape: StepShape, choice: _Choice) -> tuple[int, int | None]:
@@ -426,7 +461,9 @@ class _Planner:
         inputs = hidden * (len(self.layers) - 2 - len(kept))
         # Of equal layers one gradient is summed while the one before leaves; buffers are used again.
         sums = allocated(self._largest(range(1, shape.head))) * min(2, shape.head - 1)
-        sums += sum(allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head))
+        outer = [allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head)]
+        # A GPU's allocator gives the head's buffer to the embedding, unless they are one.
+        sums += sum(outer) if self._on_cpu or shape.embed in self.head_reads else max(outer)
         graphs = micro_batches * sum(cost.layers[index].graph_bytes for index in kept)
         working = max(max(layer.forward_bytes, layer.backward_bytes) for layer in cost.layers)
         # What left the last layer, and the gradient that goes back.
@@ -434,10 +471,12 @@ class _Planner:
         if self._on_cpu:
             return WORKER_BYTES + inputs + work, None
         itemsize = ITEMSIZE[self.compute_dtype]
-        outer = sum(self.layers[index].numel for index in (shape.embed, shape.head))
+        ends = sum(self.layers[index].numel for index in (shape.embed, shape.head))
         decoder = self._largest(range(1, shape.head)) // 4
-        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + outer)
-        staging = slots - itemsize * decoder * len(kept) + sums
+        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + ends)
+        # One gradient leaves while the one before is taken.
+        leaving = sorted(self.layers[index].section_bytes("float32") for index in range(len(self.layers)))[-2:]
+        staging = PINNED_BYTES + sum(leaving)
         on_device = 2 * hidden if choice.offload_inputs else inputs
         host = WORKER_BYTES + CUDA_BYTES + staging + (inputs if choice.offload_inputs else 0)
         return host, CUDA_BYTES + slots + work + on_device
@@ -503,7 +542,7 @@ class _Planner:
         written, step_s = float(time.nvme_write_bytes), time.step_s
         if every:
             saving = build_step(plan.shape, pending=self._deferred, save=True)
-            written += (nvme_bytes(saving, self.layers)[1] - time.nvme_write_bytes) / every
+            written += (nvme_bytes(saving, plan.shape)[1] - time.nvme_write_bytes) / every
             step_s += (time.save_step_s - time.step_s) / every
         a_day = int(written * 86400 / step_s)
         endurance = self.machine.drive_endurance_bytes

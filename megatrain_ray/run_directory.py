@@ -167,8 +167,12 @@ class RunDirectory:
 def replace_text(path: Path, text: str) -> None:
     """Replaces a small file; readers see the old or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _started_s(pid: int) -> float | None:

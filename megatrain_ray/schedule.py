@@ -16,8 +16,11 @@ runs while the worker still computes what stands before the last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
+
+from megatrain_ray.layout import PART_NUMEL
 
 __all__ = [
     "Action",
@@ -49,7 +52,7 @@ class Op(StrEnum):
     READ_GRADS = "read_grads"  # store: file -> grads
     WRITE = "write"  # store: state -> file
     WRITE_GRADS = "write_grads"  # store: grads -> file
-    SAVE = "save"  # store: new_state or snapshot -> checkpoint
+    SAVE = "save"  # store: snapshot, or without one its own file -> checkpoint
     KEEP = "keep"  # optimizer: state -> RAM
     UPDATE = "update"  # optimizer: grads -> master and moments, in RAM
     UPDATE_EMIT = "update_emit"  # the same, and the new compute weights
@@ -82,19 +85,21 @@ UPDATES = frozenset((Op.UPDATE, Op.UPDATE_EMIT, Op.UPDATE_PAGED, Op.UPDATE_PAGED
 COMPUTE = frozenset((Op.FORWARD, Op.HEAD, Op.EVALUATE, Op.BACKWARD))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Value:
-    """Something in the object store; ``kind``: params, grads, master, state, new_state or snapshot."""
+class Value(NamedTuple):
+    """Something in the object store; ``kind``: params, grads, master, state, new_state or snapshot.
+
+    Master and state of a large layer travel in parts, numbered by ``part``; 0 is also the whole of another layer.
+    """
 
     kind: str
     layer: int
+    part: int = 0
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.layer}]"
+        return f"{self.kind}[{self.layer}.{self.part}]" if self.part else f"{self.kind}[{self.layer}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One remote call.
 
     Attributes:
@@ -104,6 +109,7 @@ class Action:
         writes: Values that the call returns, in this order.
         frees: Values dropped once the call has completed.
         after: Positions in the list of actions that must have completed before this one is submitted.
+        part: Of the layer's state; see `Value`.
     """
 
     op: Op
@@ -112,13 +118,14 @@ class Action:
     writes: tuple[Value, ...] = ()
     frees: tuple[Value, ...] = ()
     after: tuple[int, ...] = ()
+    part: int = 0
 
     @property
     def tier(self) -> Tier:
         return TIER_OF[self.op]
 
     def __str__(self) -> str:
-        return f"{self.op}({self.layer})"
+        return f"{self.op}({self.layer}.{self.part})" if self.part else f"{self.op}({self.layer})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +143,7 @@ class StepShape:
         retain_params: Compute weights stay in the object store from forward to backward instead of being emitted twice.
         keep_graph: The last so many decoder layers keep their graph (and weights) on the device instead of recomputing.
         cast: The compute dtype is not float32, so a master must be cast before it is loaded.
+        part_numel: Longest part in which state travels between store and optimizer.
     """
 
     numels: tuple[int, ...]
@@ -147,6 +155,7 @@ class StepShape:
     retain_params: bool = True
     keep_graph: int = 0
     cast: bool = False
+    part_numel: int = PART_NUMEL
 
     def __post_init__(self) -> None:
         if len(self.numels) < 3:
@@ -169,6 +178,10 @@ class StepShape:
     def trainable(self) -> tuple[int, ...]:
         """Layers that own parameters."""
         return tuple(index for index, numel in enumerate(self.numels) if numel)
+
+    def parts(self, layer: int) -> range:
+        """Numbers of the parts in which a layer's state travels."""
+        return range(-(-self.numels[layer] // self.part_numel))
 
 
 class Schedule(tuple[Action, ...]):
@@ -324,6 +337,8 @@ class _Builder:
         self.to_update = set(shape.trainable) if pending else set[int]()
         self.to_save = list(shape.trainable) if save else []
         self.emitted: set[int] = set()
+        self.written: dict[int, int] = {}  # position of the last write of each layer's new state
+        self.saves: list[int] = []
         self.present = [Value("grads", layer) for layer in sorted(self.to_update) if layer not in shape.spilled_grads]
 
     def add(
@@ -334,11 +349,12 @@ class _Builder:
         writes: Sequence[Value] = (),
         frees: Sequence[Value] = (),
         after: Iterable[int] = (),
+        part: int = 0,
     ) -> int:
         """Appends an action and returns its position."""
         index = len(self.actions)
         waits = {index - 1} if self.shape.prefetch_depth == 0 and index else set(after)
-        self.actions.append(Action(op, layer, tuple(reads), tuple(writes), tuple(frees), tuple(sorted(waits))))
+        self.actions.append(Action(op, layer, tuple(reads), tuple(writes), tuple(frees), tuple(sorted(waits)), part))
         return index
 
     def build(self) -> Schedule:
@@ -348,29 +364,34 @@ class _Builder:
 
     def free_with_last(self, values: Iterable[Value]) -> None:
         last = self.actions[-1]
-        self.actions[-1] = replace(last, frees=(*last.frees, *values))
+        self.actions[-1] = last._replace(frees=(*last.frees, *values))
 
     def update(self, layer: int, *, emit: bool, after: Iterable[int] = ()) -> int:
         """Reads what is not in RAM, updates, writes back. Returns the position of the last action."""
         shape = self.shape
-        grads, state, new_state, params = (Value(kind, layer) for kind in ("grads", "state", "new_state", "params"))
-        emitted = [params] if emit else []
+        grads = Value("grads", layer)
+        emitted = [Value("params", layer)] if emit else []
         self.to_update.discard(layer)
         if layer in shape.spilled_grads:
             self.add(Op.READ_GRADS, layer, (), [grads], after=after)
         if layer not in shape.paged:
             return self.add(Op.UPDATE_EMIT if emit else Op.UPDATE, layer, [grads], emitted, [grads], after)
-        self.add(Op.READ, layer, (), [state], after=after)
         op = Op.UPDATE_PAGED_EMIT if emit else Op.UPDATE_PAGED
-        # Until the new state is written, a replay needs the gradient again.
-        read_again = [grads] if layer in shape.spilled_grads else []
-        used_up = [] if layer in shape.spilled_grads else [grads]
-        self.add(op, layer, [state, grads], [*emitted, new_state], [state, *read_again], after)
-        if not (shape.deferred and layer in self.to_save):
-            return self.add(Op.WRITE, layer, [new_state], (), [new_state, *used_up])
-        self.to_save.remove(layer)
-        self.add(Op.WRITE, layer, [new_state], (), used_up)
-        return self.add(Op.SAVE, layer, [new_state], (), [new_state])
+        written: list[int] = []
+        for part in shape.parts(layer):
+            last = part == shape.parts(layer)[-1]
+            state, new_state = Value("state", layer, part), Value("new_state", layer, part)
+            self.add(Op.READ, layer, (), [state], after=[*after, *written[-2:-1]], part=part)
+            # Weights leave with the last part. Until the new state is written, a replay needs the gradient again.
+            read_again = [grads] if last and layer in shape.spilled_grads else []
+            used_up = [grads] if last and layer not in shape.spilled_grads else []
+            emits = emitted if last else []
+            self.add(op, layer, [state, grads], [*emits, new_state], [state, *read_again], after, part)
+            # The last one makes the others count: they are there.
+            before = written if last else ()
+            written.append(self.add(Op.WRITE, layer, [new_state], (), [new_state, *used_up], before, part))
+        self.written[layer] = written[-1]
+        return written[-1]
 
     def emit(self, layer: int, after: Iterable[int]) -> int | None:
         """Brings ``params`` of a layer into the object store unless there. Returns the position of the write-back."""
@@ -380,12 +401,16 @@ class _Builder:
         if layer in self.to_update:
             last = self.update(layer, emit=True, after=after)
             return last if layer in self.shape.paged else None
-        params, master = Value("params", layer), Value("master", layer)
+        params = Value("params", layer)
         if layer not in self.shape.paged:
             self.add(Op.PARAMS, layer, (), [params], after=after)
         elif self.shape.cast:
-            self.add(Op.READ_MASTER, layer, (), [master], after=after)
-            self.add(Op.CAST, layer, [master], [params], [master], after)
+            cast: list[int] = []
+            for part in self.shape.parts(layer):
+                master = Value("master", layer, part)
+                emits = [params] if part == self.shape.parts(layer)[-1] else []
+                self.add(Op.READ_MASTER, layer, (), [master], after=[*after, *cast[-2:-1]], part=part)
+                cast.append(self.add(Op.CAST, layer, [master], emits, [master], after, part))
         else:
             self.add(Op.READ_MASTER, layer, (), [params], after=after)
         return None
@@ -393,10 +418,15 @@ class _Builder:
     def save(self, layer: int) -> int:
         """Puts a layer's present state into the checkpoint, with at most two of them on their way."""
         self.to_save.remove(layer)
-        snapshot = Value("snapshot", layer)
-        saves = [index for index, action in enumerate(self.actions) if action.op is Op.SAVE]
-        self.add(Op.READ if layer in self.shape.paged else Op.SNAPSHOT, layer, (), [snapshot], after=saves[-2:-1])
-        return self.add(Op.SAVE, layer, [snapshot], (), [snapshot])
+        bound = self.saves[-2:-1]
+        if layer in self.shape.paged:
+            written = [self.written[layer]] if layer in self.written else []
+            self.saves.append(self.add(Op.SAVE, layer, after=[*bound, *written]))
+        else:
+            snapshot = Value("snapshot", layer)
+            self.add(Op.SNAPSHOT, layer, (), [snapshot], after=bound)
+            self.saves.append(self.add(Op.SAVE, layer, [snapshot], (), [snapshot]))
+        return self.saves[-1]
 
     def drain(self, layer: int) -> int:
         """Takes a gradient off the device to where it waits, or straight into the update. Returns the last position."""
@@ -473,7 +503,7 @@ def build_step(shape: StepShape, *, pending: bool, save: bool = False, train: bo
         if use:
             drain(use - 1)
         ready = [layer for layer in builder.to_save if layer not in builder.to_update]
-        if ready:
+        if len(ready) > 1 + lookahead:  # the last ones are still being written
             builder.save(ready[0])
     for layer in list(builder.to_save):
         builder.save(layer)
@@ -489,11 +519,13 @@ def build_import(shape: StepShape) -> Schedule:
     builder = _Builder(shape, pending=False, save=False)
     last: list[int] = []
     for layer in shape.trainable:
-        state = Value("state", layer)
-        builder.add(Op.IMPORT, layer, (), [state], after=last[-2:-1])
-        if layer not in shape.paged:
-            builder.add(Op.KEEP, layer, [state])
-        last.append(builder.add(Op.WRITE, layer, [state], (), [state]))
+        for part in shape.parts(layer):
+            state = Value("state", layer, part)
+            builder.add(Op.IMPORT, layer, (), [state], after=last[-2:-1], part=part)
+            if layer not in shape.paged:
+                builder.add(Op.KEEP, layer, [state], part=part)
+            before = last[-part:] if part and part == shape.parts(layer)[-1] else ()
+            last.append(builder.add(Op.WRITE, layer, [state], (), [state], before, part))
     return builder.build()
 
 
@@ -505,9 +537,11 @@ def build_flush(shape: StepShape, *, pending: bool, save: bool = False) -> Sched
         after = last[-1 - shape.prefetch_depth :][:1] if len(last) > shape.prefetch_depth else []
         if layer in builder.to_update:
             builder.update(layer, emit=False, after=after)
-        if layer in builder.to_save:
-            builder.save(layer)
+        if save and layer:  # this one is still being written
+            builder.save(builder.to_save[0])
         last.append(len(builder.actions) - 1)
+    for layer in list(builder.to_save):
+        builder.save(layer)
     return builder.build()
 
 

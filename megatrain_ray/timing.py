@@ -125,7 +125,7 @@ class Timing:
         }
         bottleneck = min(faster_s, key=faster_s.__getitem__)
         simulation = schedule.simulate(self.duration(shape))
-        read_bytes, write_bytes = nvme_bytes(schedule, self.layers)
+        read_bytes, write_bytes = nvme_bytes(schedule, shape)
         gain = step_s / faster_s[bottleneck] if faster_s[bottleneck] else 1.0
         return StepTime(
             step_s=step_s,
@@ -178,7 +178,7 @@ class Timing:
             return max(self.micro_batches * flops / flops_per_s + sums_s, link_s(loads + 4 * numel))
 
         def seconds(action: Action) -> float:
-            numel = shape.numels[action.layer]
+            numel = _moved_numel(action, shape)
             state = 4 * len(STATE) * numel
             update_s = numel / speeds.adamw_numel_per_s
             emit_s = copy_s(numel * itemsize) * (2 if shape.cast else 1)
@@ -187,8 +187,10 @@ class Timing:
                     work = read_s(state)
                 case Op.READ_MASTER | Op.READ_GRADS:
                     work = read_s(4 * numel)
-                case Op.WRITE | Op.SAVE:
+                case Op.WRITE:
                     work = write_s(state)
+                case Op.SAVE:
+                    work = write_s(state) + (0.0 if action.reads else read_s(state))
                 case Op.WRITE_GRADS:
                     work = write_s(4 * numel)
                 case Op.UPDATE:
@@ -216,7 +218,16 @@ class Timing:
         return seconds
 
 
-def nvme_bytes(schedule: Schedule, layers: tuple[LayerSpec, ...]) -> tuple[int, int]:
+def _moved_numel(action: Action, shape: StepShape) -> int:
+    """Elements of the layer that an action works on: all, or a part."""
+    numel = shape.numels[action.layer]
+    in_parts = action.op in (Op.READ, Op.WRITE, Op.UPDATE_PAGED, Op.UPDATE_PAGED_EMIT, Op.CAST, Op.IMPORT, Op.KEEP)
+    if in_parts or (action.op is Op.READ_MASTER and shape.cast):
+        return min(numel - action.part * shape.part_numel, shape.part_numel)
+    return numel
+
+
+def nvme_bytes(schedule: Schedule, shape: StepShape) -> tuple[int, int]:
     """Bytes that the store reads and writes in a schedule, checkpoints included."""
     sections = {
         Op.READ: (len(STATE), 0),
@@ -226,6 +237,10 @@ def nvme_bytes(schedule: Schedule, layers: tuple[LayerSpec, ...]) -> tuple[int, 
         Op.SAVE: (0, len(STATE)),
         Op.WRITE_GRADS: (0, 1),
     }
-    moved = [(sections[action.op], layers[action.layer].section_bytes("float32")) for action in schedule
-             if action.op in sections]  # fmt: skip
-    return sum(read * size for (read, _), size in moved), sum(write * size for (_, write), size in moved)
+    read = write = 0
+    for action in schedule:
+        reads, writes = sections.get(action.op, (0, 0))
+        from_file = action.op is Op.SAVE and not action.reads
+        size = 4 * _moved_numel(action, shape)
+        read, write = read + (len(STATE) if from_file else reads) * size, write + writes * size
+    return read, write

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -27,7 +29,7 @@ from megatrain_ray.config import Config, differences, with_override
 from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
-from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, TrainingError
+from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
 from megatrain_ray.observe.about import write_about
 from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
@@ -103,7 +105,6 @@ class Trainer:
         self._peaks: dict[str, int] = {}
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._deaths_told: dict[Tier, int] = dict(self._deaths)
-        self._evaluation: dict[str, float] = {}
         self._metrics: RunMetrics | None = None
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
@@ -143,18 +144,24 @@ class Trainer:
         Raises:
             TrainingError: The run cannot go on; the newest checkpoint is whole.
         """
-        if self.step >= self.total_steps:
+        unevaluated = self._lacks_evaluation()
+        if self.step >= self.total_steps and unevaluated is None:
             self.tell(f"already complete: {self.step} of {self.total_steps} steps")
             return
         try:
             self._start()
             self._training = True
+            if unevaluated is not None:
+                unevaluated |= self._evaluate(stoppable=True)
+                self.run.cut_after(self.step - 1)
+                self.run.append(unevaluated)
             while self.step < self.total_steps and not self._stop:
                 if not self._go.is_set():
                     self._wait_for_resume()
                     continue
                 record = self._take_step(self._data.step_batch(self.step + 1))
-                self._maybe_evaluate(record)
+                if self._evaluation_is_due():
+                    record.update(self._evaluate(stoppable=True))
                 self.run.append(record)
                 self._recent.append(record)
                 self._trackers.publish(record)
@@ -166,16 +173,23 @@ class Trainer:
                     self._save_next = False
                     self._begin_save()
                 yield record
-            self._training = False
             self.save_checkpoint()
+            self._training = False
         except Exception as error:
-            self._log.write("failed", Place(self.step), level=logging.ERROR, error=error)
-            self._enter("failed", cause=str(error) or type(error).__name__)
-            raise
+            if isinstance(error, OSError):
+                error = self._unwritable(error)
+            with contextlib.suppress(OSError):  # the disk may be what has failed
+                self._log.write("failed", Place(self.step), level=logging.ERROR, error=error)
+                self._enter("failed", cause=str(error) or type(error).__name__)
+            raise error
         self._enter("finished" if self.step >= self.total_steps else "stopped")
 
     def request_stop(self) -> bool:
-        """Ends `steps` after the present step and its checkpoint; False when no step is under way. From any thread."""
+        """Ends `steps` after the present step and its checkpoint, without an evaluation. From any thread.
+
+        Returns:
+            False when `steps` is not under way: there is nothing to complete.
+        """
         self._stop = True
         self._go.set()
         return self._training
@@ -268,6 +282,10 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity of ``data.eval_path`` with the weights as they are now."""
+        return self._evaluate(stoppable=False)
+
+    def _evaluate(self, *, stoppable: bool) -> dict[str, float]:
+        """`evaluate`; nothing when ``stoppable`` and the run is to stop: `--resume` makes up for it."""
         corpus = self._prepared.evaluation
         assert corpus is not None
         self._start()
@@ -278,6 +296,9 @@ class Trainer:
         for batch in evaluation_batches(
             corpus, self.config.training.per_device_train_batch_size, self._data.pad_token_id
         ):
+            if stoppable and self._stop:
+                self.tell(f"evaluation of step {self.step} left out: the run stops; it comes first when resumed")
+                return {}
             records = self._run(schedule, batch, train=False)
             total += next(record.receipt.info for record in records if record.action.op is Op.EVALUATE)
             count += batch.target_tokens
@@ -291,7 +312,8 @@ class Trainer:
             self._control = None
             self._trackers.close()
             if self.state in ("starting", "running", "paused"):
-                self._enter("stopped")
+                with contextlib.suppress(OSError):
+                    self._enter("stopped")
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -375,7 +397,7 @@ class Trainer:
         self._pipeline = Pipeline(
             self._cluster,
             tuple(spec.name for spec in prepared.layers),
-            value_bytes(prepared.layers, prepared.compute_dtype),
+            value_bytes(prepared.layers, prepared.compute_dtype, self._shape.part_numel),
             deadline_s=deadline_s,
             on_wait=self._note_wait,
             on_death=self._note_death,
@@ -385,6 +407,14 @@ class Trainer:
         for note in self._cluster.ask(Tier.WORKER, "finish_import"):
             self.tell(note)
         self._enter("running")
+
+    def _unwritable(self, error: OSError) -> StoreError:
+        """A failure of the driver's own files: records, state, trace."""
+        free = shutil.disk_usage(self.run.path).free
+        return StoreError(
+            f"{error.filename or self.run.path}: {error.strerror or error} (step {self.step}, {free} bytes free); "
+            "make room or look at the drive, then resume from the newest checkpoint"
+        )
 
     def _enter(self, state: str, **facts: Any) -> None:
         self.state = state
@@ -482,8 +512,11 @@ class Trainer:
                 return batch, train
             if op is Op.SAVE:
                 return layer, self._saving
-            if op is Op.READ_MASTER:
-                return layer, weights_step
+            span = self._prepared.layers[layer].part(action.part, self._shape.part_numel)
+            if op is Op.READ_MASTER:  # weights in float32 are masters, and travel as a whole
+                return layer, weights_step, span if self._shape.cast else None
+            if op in (Op.READ, Op.IMPORT):
+                return layer, span
             return (layer,)
 
         records = self._pipeline.run(schedule, arguments, step=self.step if batch is None else batch.step)
@@ -533,7 +566,8 @@ class Trainer:
             "step_time_s": step_time_s,
             "tokens_per_s": batch.tokens / step_time_s,
             "device_idle_fraction": min(max(1.0 - busy_s / step_time_s, 0.0), 1.0),
-            "nvme_read_bytes": sum(record.receipt.put_bytes for record in records if record.action.op in reads),
+            "nvme_read_bytes": sum(record.receipt.put_bytes for record in records if record.action.op in reads)
+            + sum(receipt.info.read_bytes for receipt in receipts if isinstance(receipt.info, WriteReceipt)),
             "nvme_write_bytes": sum(
                 receipt.info.written_bytes for receipt in receipts if isinstance(receipt.info, WriteReceipt)
             ),
@@ -545,16 +579,19 @@ class Trainer:
             **measure_activity(records, step_time_s, self._pipeline.bytes_of),
         }
 
-    def _maybe_evaluate(self, record: dict[str, Any]) -> None:
+    def _evaluation_is_due(self) -> bool:
         every = self.config.training.eval_steps
-        if every and (self.step % every == 0 or self.step == self.total_steps):
-            record.update(self.evaluate())
+        return every is not None and (self.step % every == 0 or self.step == self.total_steps)
+
+    def _lacks_evaluation(self) -> dict[str, Any] | None:
+        """The record of the step that a run is resumed from, when it was stopped before that step's evaluation."""
+        record = next(reversed(self.run.read_metrics()), None)
+        lacks = record is not None and record["step"] == self.step and "eval_loss" not in record
+        return record if lacks and self._evaluation_is_due() else None
 
     def _begin_save(self) -> None:
-        assert self._cluster is not None
         self._saving = self.step
-        deadline_s = self.config.tiers.deadline_s
-        self._cluster.ask(Tier.STORE, "begin_save", self.step, self._prepared.save_spec, deadline_s=deadline_s)
+        self._ask_store("begin_save", self.step, self._prepared.save_spec)
 
     def _flush_save(self) -> None:
         """Completes the checkpoint that has begun without a step around it."""
@@ -566,7 +603,7 @@ class Trainer:
 
     def _finish_save(self) -> bool:
         """Whether the checkpoint is complete; a store that was restarted has lost what it had of it."""
-        assert self._cluster is not None and self._saving is not None
+        assert self._saving is not None
         number, self._saving = self._saving, None
         state = {
             "step": number,
@@ -574,13 +611,24 @@ class Trainer:
             "total_steps": self.total_steps,
             "config": self.config.model_dump(mode="json"),
         }
-        path = self._cluster.ask(Tier.STORE, "finish_save", number, state, deadline_s=self.config.tiers.deadline_s)
+        path = self._ask_store("finish_save", number, state)
         if path is None:
             self.tell(f"checkpoint-{number} was interrupted when the store died: it is written again")
             return False
         self._saved = number
         self.tell(f"saved {path}")
         return True
+
+    def _ask_store(self, method: str, *arguments: Any) -> Any:
+        """Asks the store between schedules; when it says nothing for so long it is replaced, and asked once more."""
+        assert self._cluster is not None
+        deadline_s = self.config.tiers.deadline_s
+        try:
+            return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
+        except StalledError as stall:
+            self.tell(f"{stall}: it was killed and restarts")
+            self._cluster.kill(Tier.STORE)
+            return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
 
     # --- what happens meanwhile -------------------------------------------------------------------------------------
 

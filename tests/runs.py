@@ -14,6 +14,9 @@ from typing import Any
 
 from megatrain_ray.trainer import Trainer
 
+PART_NUMEL = 1 << 14
+"""The layers of the tiny models are longer: three to five parts."""
+
 
 def digest(checkpoint: Path) -> dict[str, str]:
     """Hashes of all weights and moments of a checkpoint."""
@@ -28,12 +31,18 @@ def trace(records: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
 
 
 def page(trainer: Trainer, layers: set[int], *, spill: bool = True) -> None:
-    """Moves these layers to the store, whatever the plan said, before the run starts; with ``spill`` gradients too."""
+    """Moves these layers to the store, in parts and whatever the plan said, before the run starts.
+
+    With ``spill`` their gradients too.
+    """
     prepared = trainer._prepared
     plan = prepared.plan
     deferred = plan.shape.deferred
     shape = dataclasses.replace(
-        plan.shape, paged=frozenset(layers), spilled_grads=frozenset(layers) if deferred and spill else frozenset()
+        plan.shape,
+        paged=frozenset(layers),
+        part_numel=PART_NUMEL,
+        spilled_grads=frozenset(layers) if deferred and spill else frozenset(),
     )
     resident = tuple(index for index in shape.trainable if index not in layers)
     trainer._prepared = dataclasses.replace(prepared, plan=dataclasses.replace(plan, shape=shape, resident=resident))

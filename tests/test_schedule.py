@@ -69,7 +69,7 @@ def test_a_checkpoint_gets_the_state_before_the_step_updates_it_again() -> None:
     shape = StepShape(NUMELS, (4,), frozenset({1}), deferred=False)
     schedule = build_step(shape, pending=False, save=True)
     for layer in range(5):
-        taken = next(i for i, a in enumerate(schedule) if Value("snapshot", layer) in a.writes)
+        taken = next(i for i, a in enumerate(schedule) if a.op is Op.SAVE and a.layer == layer)
         updated = next(i for i, a in enumerate(schedule) if a.op in UPDATES and a.layer == layer)
         assert taken < updated
 

@@ -138,12 +138,12 @@ class CpuOptimizer:
 
         Args:
             layer: Index in the stream.
-            state: Section ``master`` alone (moments become zero), or all of `STATE`.
+            state: Section ``master`` alone (moments become zero), or all of `STATE`; of the layer or a part of it.
 
         Returns:
             The layer's step.
         """
-        target = self._state[layer]
+        target = self._state[layer][:, state.start : state.stop]
         self._journal_header[1] = 0
         for row, section in enumerate(STATE):
             if section in state.sections:
@@ -162,12 +162,13 @@ class CpuOptimizer:
 
     def params(self, layer: int) -> PackedLayer:
         """Compute weights of a layer in RAM."""
-        step = self._finished_step(layer)
-        return self._emit(layer, step, self._state[layer][0])
+        params = self._emit(layer, self._finished_step(layer), self._state[layer][0])
+        assert params is not None
+        return params
 
-    def cast(self, layer: int, master: PackedLayer) -> PackedLayer:
-        """Compute weights from a master that the store has read."""
-        return self._emit(layer, master.step, as_tensor(master.section("master"), torch.float32))
+    def cast(self, layer: int, master: PackedLayer) -> PackedLayer | None:
+        """Compute weights from a master that the store has read; of a layer in parts the last one returns them all."""
+        return self._emit(layer, master.step, as_tensor(master.section("master"), torch.float32), master.start)
 
     # --- updates ------------------------------------------------------------------------------------------------
 
@@ -181,23 +182,25 @@ class CpuOptimizer:
         return self.params(layer)
 
     def update_paged(self, layer: int, hyper: Hyper, state: PackedLayer, grads: PackedLayer | None) -> PackedLayer:
-        """One AdamW step of a layer in the store: returns the new state."""
+        """One AdamW step of a layer in the store, or of a part of it: returns the new state."""
         if state.step == hyper.step:
             return state
         assert state.step == hyper.step - 1, f"layer {layer} is at step {state.step}, asked for {hyper.step}"
-        grad = _checked(grads, layer, hyper)
+        grad = _checked(grads, layer, hyper)[state.start : state.stop]
         old = as_tensor(state.data, torch.float32).view(len(STATE), -1)
         data = self._buffer("state", state.data.nbytes)
         new = as_tensor(data, torch.float32).view(len(STATE), -1)
-        for start, stop, weight_decay in self._chunks(layer):
-            new[:, start:stop].copy_(old[:, start:stop])
-            self._adamw(new[:, start:stop], grad[start:stop], hyper, weight_decay)
-        return PackedLayer(layer, hyper.step, "float32", STATE, data)
+        for first, last, weight_decay in self._chunks(layer):
+            start, stop = max(first, state.start) - state.start, min(last, state.stop) - state.start
+            if start < stop:
+                new[:, start:stop].copy_(old[:, start:stop])
+                self._adamw(new[:, start:stop], grad[start:stop], hyper, weight_decay)
+        return PackedLayer(layer, hyper.step, "float32", STATE, data, state.start)
 
     def update_paged_emit(
         self, layer: int, hyper: Hyper, state: PackedLayer, grads: PackedLayer | None
-    ) -> tuple[PackedLayer, PackedLayer]:
-        """`update_paged`; returns the new compute weights and the new state."""
+    ) -> tuple[PackedLayer | None, PackedLayer]:
+        """`update_paged`; returns the new compute weights, of a layer in parts with the last one, and the new state."""
         new_state = self.update_paged(layer, hyper, state, grads)
         return self.cast(layer, new_state), new_state
 
@@ -279,12 +282,15 @@ class CpuOptimizer:
             for start in range(first, stop, CHUNK_NUMEL)
         ]
 
-    def _emit(self, layer: int, step: int, master: Tensor) -> PackedLayer:
-        if self._torch_dtype is torch.float32:  # a view: Ray makes the copy that leaves this process
+    def _emit(self, layer: int, step: int, master: Tensor, start: int = 0) -> PackedLayer | None:
+        """Weights, once the masters of the layer's last element are here."""
+        numel, stop = self.layers[layer].numel, start + master.numel()
+        if self._torch_dtype is torch.float32 and master.numel() == numel:
+            # A view: Ray makes the copy that leaves this process.
             return PackedLayer(layer, step, "float32", PARAMS, master.view(torch.uint8).numpy())
-        out = self._buffer("params", master.numel() * ITEMSIZE[self.compute_dtype])
-        as_tensor(out, self._torch_dtype).copy_(master)
-        return PackedLayer(layer, step, self.compute_dtype, PARAMS, out)
+        out = self._buffer("params", numel * ITEMSIZE[self.compute_dtype])
+        as_tensor(out, self._torch_dtype)[start:stop].copy_(master)
+        return PackedLayer(layer, step, self.compute_dtype, PARAMS, out) if stop == numel else None
 
     def _buffer(self, name: str, nbytes: int) -> NDArray[np.uint8]:
         """A reused buffer: Ray has copied the last call's return value before the next call runs."""

@@ -127,14 +127,24 @@ class GpuWorker:
         self.needs_packed_masks = needs_packed_masks
         self._open_source = open_source
         self._source: RunSource | None = None
+        self._imported: PackedLayer | None = None
         self._forget()
 
-    def import_layer(self, layer: int) -> PackedLayer:
-        """A layer as the run starts with it: this process has the model, whose library knows how to convert files."""
+    def import_layer(self, layer: int, span: tuple[int, int]) -> PackedLayer:
+        """Elements of a layer as the run starts with it: this process has the model, and so can convert its files."""
         if self._source is None:
             self._source = self._open_source()
             _logger.info("import begins")
-        return self._source.read_layer(self.model.layers[layer])
+        if self._imported is None or self._imported.layer != layer:
+            self._imported = None  # before the next one is read
+            self._imported = self._source.read_layer(self.model.layers[layer])
+        whole, (start, stop) = self._imported, span
+        if stop == whole.numel:
+            self._imported = None
+        if start == 0 and stop == whole.numel:
+            return whole
+        data = whole.data.reshape(len(whole.sections), -1)[:, 4 * start : 4 * stop]
+        return PackedLayer(layer, whole.step, whole.dtype, whole.sections, data.reshape(-1), start)
 
     def finish_import(self) -> list[str]:
         """Forgets the source; returns what reading it noticed."""

@@ -61,11 +61,13 @@ class WriteReceipt:
         layer: Index in the stream.
         step: Of what was written.
         written_bytes: 0 when it was there already.
+        read_bytes: From the store's own file, for a checkpoint.
     """
 
     layer: int
     step: int
     written_bytes: int
+    read_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -75,10 +77,13 @@ class _Version:
     file: str
     step: int
     data_start: int
-    sections: dict[str, str]  # section name -> xxh3_64 of its bytes
+    sections: list[str]
+    spans: list[tuple[int, int, list[str]]]  # elements as they were written, and xxh3_64 of them in each section
 
-    def nbytes(self, spec: LayerSpec) -> int:
-        return self.data_start + len(self.sections) * spec.section_bytes("float32")
+    def checksums(self, section: str, start: int, stop: int) -> list[tuple[int, int, str]]:
+        """Of the spans that lie in this one."""
+        row = self.sections.index(section)
+        return [(first, last, sums[row]) for first, last, sums in self.spans if start <= first and last <= stop]
 
 
 class NvmeStore:
@@ -89,6 +94,7 @@ class NvmeStore:
         layers: The stream.
         output_dir: Where checkpoints go.
         keep: Checkpoints to keep; None: all.
+        pool_bytes: Most memory for read buffers that are used again.
         generations: Newest states of a layer to keep: 2 when a replay may ask for the one before the newest.
         direct_io: Try O_DIRECT.
     """
@@ -99,6 +105,7 @@ class NvmeStore:
         layers: Sequence[LayerSpec],
         *,
         output_dir: Path,
+        pool_bytes: int,
         keep: int | None = None,
         generations: int = 2,
         direct_io: bool = True,
@@ -110,8 +117,7 @@ class NvmeStore:
         self.keep = keep
         self._writers: dict[int, CheckpointWriter] = {}
         self._policy = DirectPolicy(direct_io)
-        largest = max(spec.section_bytes("float32") for spec in layers)
-        self._pool = AlignedPool(2 * len(STATE) * largest)
+        self._pool = AlignedPool(pool_bytes)
         self._transfers = ThreadPoolExecutor(_TRANSFERS, "transfer")
         self._staging: list[NDArray[np.uint8]] = []
         self._commit = asyncio.Lock()
@@ -120,32 +126,38 @@ class NvmeStore:
         self._busy_s = 0.0
         manifest = directory / MANIFEST
         if manifest.exists():
-            for name, versions in json.loads(manifest.read_text(encoding="utf-8")).items():
-                self._versions[name] = [_Version(**version) for version in versions]
+            try:
+                for name, versions in json.loads(manifest.read_text(encoding="utf-8")).items():
+                    self._versions[name] = [_Version(**version) for version in versions]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise StoreError(f"{manifest}: is damaged ({error}); resume from the newest checkpoint") from error
         named = {version.file for versions in self._versions.values() for version in versions}
         self._writing: set[str] = set()
         self._reading: Counter[str] = Counter()
+        self._unfinished: dict[str, _Version] = {}  # states of which not every part has been written
         files = {path.name for path in directory.glob("*.safetensors") if is_store_file(path.name)}
         self._spares = files - named
 
     # --- what the schedule calls ------------------------------------------------------------------------------------
 
-    async def read(self, layer: int) -> PackedLayer:
-        """The newest state of a layer. Moments that were never written are zero."""
-        return await self._read(self._newest(layer), self.layers[layer], STATE)
+    async def read(self, layer: int, span: tuple[int, int] | None = None) -> PackedLayer:
+        """The newest state of a layer, or of these elements of it. Moments that were never written are zero."""
+        return await self._read(self._newest(layer), self.layers[layer], STATE, span)
 
-    async def read_master(self, layer: int, step: int | None = None) -> PackedLayer:
-        """The masters of a layer, of a given step if that is still there."""
+    async def read_master(
+        self, layer: int, step: int | None = None, span: tuple[int, int] | None = None
+    ) -> PackedLayer:
+        """The masters of a layer, of a given step if that is still there, or these elements of them."""
         versions = self._versions.get(self.layers[layer].name, [])
         chosen = next((version for version in versions if version.step == step), None)
-        return await self._read(chosen or self._newest(layer), self.layers[layer], MASTER)
+        return await self._read(chosen or self._newest(layer), self.layers[layer], MASTER, span)
 
     async def read_grads(self, layer: int) -> PackedLayer:
         """The gradients of a layer that wait here for the norm."""
-        return await self._read(self._versions[_grads_key(self.layers[layer])][0], self.layers[layer], GRADS)
+        return await self._read(self._named(_grads_key(self.layers[layer]))[0], self.layers[layer], GRADS)
 
     async def write(self, layer: int, packed: PackedLayer) -> WriteReceipt:
-        """Writes a layer's state beside the current one, then makes it current."""
+        """Writes a layer's state, or a part of it, beside the current one; the last part makes it current."""
         spec = self.layers[layer]
         versions = self._versions.setdefault(spec.name, [])
         if any(version.step == packed.step and set(version.sections) == set(packed.sections) for version in versions):
@@ -162,14 +174,23 @@ class NvmeStore:
         self._writers = {number: await asyncio.to_thread(CheckpointWriter, str(self.output_dir), number, save_spec)}
         _logger.info("checkpoint-%d begins", number)
 
-    async def save(self, layer: int, number: int, packed: PackedLayer) -> WriteReceipt:
-        """Writes a layer into checkpoint ``number``."""
+    async def save(self, layer: int, number: int, packed: PackedLayer | None = None) -> WriteReceipt:
+        """Writes a layer into checkpoint ``number``: as given, or as its file here has it."""
         writer = self._writers.get(number)
         if writer is None:  # this process was restarted in the middle: half a checkpoint is none
-            return WriteReceipt(layer, packed.step, 0)
-        await asyncio.to_thread(writer.write_layer, self.layers[layer], packed)
+            return WriteReceipt(layer, number, 0)
+        spec, read_bytes = self.layers[layer], 0
+        if packed is not None:
+            await asyncio.to_thread(writer.write_layer, spec, packed)
+        else:
+            version = self._newest(layer)
+            with self._held(version):
+                packed = await asyncio.to_thread(self._mapped, version, spec)
+                read_bytes = packed.data.nbytes
+                await asyncio.to_thread(writer.write_layer, spec, packed)
         self._written_bytes += packed.data.nbytes
-        return WriteReceipt(layer, packed.step, packed.data.nbytes)
+        self._read_bytes += read_bytes
+        return WriteReceipt(layer, number, packed.data.nbytes, read_bytes)
 
     async def finish_save(self, number: int, trainer_state: dict[str, Any]) -> str | None:
         """Completes checkpoint ``number``, drops those beyond ``keep``; returns its path, or None if it was lost."""
@@ -205,80 +226,129 @@ class NvmeStore:
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _newest(self, layer: int) -> _Version:
-        return max(self._versions[self.layers[layer].name], key=lambda version: version.step)
+        return max(self._named(self.layers[layer].name), key=lambda version: version.step)
 
-    async def _read(self, version: _Version, spec: LayerSpec, sections: tuple[str, ...]) -> PackedLayer:
-        section_bytes = spec.section_bytes("float32")
-        buffer = self._pool.take(len(sections) * section_bytes)
+    def _named(self, key: str) -> list[_Version]:
+        """What the manifest names, which another process may have written."""
+        if key not in self._versions:
+            raise StoreError(
+                f"{key}: {self.directory / MANIFEST} does not name it: the store was changed from outside; resume from "
+                "the newest checkpoint"
+            )
+        return self._versions[key]
+
+    async def _read(
+        self, version: _Version, spec: LayerSpec, sections: tuple[str, ...], span: tuple[int, int] | None = None
+    ) -> PackedLayer:
+        start, stop = span or (0, spec.numel)
+        size = 4 * (stop - start)
+        buffer = self._pool.take(len(sections) * size)
         path = self.directory / version.file
-        held = list(version.sections)
 
         async def read_section(row: int, section: str) -> None:
-            target = buffer[row * section_bytes : (row + 1) * section_bytes]
+            target = buffer[row * size : (row + 1) * size]
             if section not in version.sections:
                 target[:] = 0  # moments before the first step
                 return
-            start = version.data_start + held.index(section) * section_bytes
-            got = await self._blocks(file.read_into, target, start)
+            first_byte = version.data_start + version.sections.index(section) * spec.section_bytes("float32")
+            got = await self._blocks(file.read_into, target, first_byte + 4 * start)
             self._read_bytes += got
-            if got != section_bytes:
+            if got != size:
                 raise StoreError(
-                    f"{spec.name}: read {got} of {section_bytes} bytes of {section} from {path}: the file is "
+                    f"{spec.name}: read {got} of {size} bytes of {section} from {path}: the file is "
                     "truncated; resume from the newest checkpoint",
-                    context={"layer": spec.index, "path": str(path), "expected": section_bytes, "got": got},
+                    context={"layer": spec.index, "path": str(path), "expected": size, "got": got},
                 )
-            checksum = await asyncio.to_thread(_checksum, target)
-            if checksum != version.sections[section]:
+            await asyncio.to_thread(self._check, version, spec, section, target, start)
+
+        started_s = time.perf_counter()
+        try:
+            with self._held(version), self._opened(path, write=False, spec=spec) as file:
+                await _all(read_section(row, section) for row, section in enumerate(sections))
+        except OSError as error:
+            raise _unreadable(spec, path, error) from error
+        self._busy_s += time.perf_counter() - started_s
+        return PackedLayer(spec.index, version.step, "float32", sections, buffer, start)
+
+    def _check(self, version: _Version, spec: LayerSpec, section: str, data: NDArray[np.uint8], start: int = 0) -> None:
+        """Compares a section, from element ``start`` on, with the checksums of its spans."""
+        for first, last, expected in version.checksums(section, start, start + data.nbytes // 4):
+            checksum = _checksum(data[4 * (first - start) : 4 * (last - start)])
+            if checksum != expected:
+                path = self.directory / version.file
                 raise StoreError(
-                    f"{spec.name}: {section} in {path} has checksum {checksum}, expected "
-                    f"{version.sections[section]}: the file is damaged; resume from the newest checkpoint",
+                    f"{spec.name}: {section} in {path} has checksum {checksum}, expected {expected}: the file is "
+                    "damaged; resume from the newest checkpoint",
                     context={"layer": spec.index, "path": str(path)},
                 )
 
-        started_s = time.perf_counter()
-        with self._held(version), self._opened(path, write=False, spec=spec) as file:
-            await _all(read_section(row, section) for row, section in enumerate(sections))
-        self._busy_s += time.perf_counter() - started_s
-        return PackedLayer(spec.index, version.step, "float32", sections, buffer)
+    def _mapped(self, version: _Version, spec: LayerSpec) -> PackedLayer:
+        """A layer's state where its file has it: the page cache's memory, which the kernel takes back when it must."""
+        size = spec.section_bytes("float32")
+        shape = (len(version.sections) * size,)
+        path = self.directory / version.file
+        try:
+            data = np.memmap(path, np.uint8, "r", version.data_start, shape)
+        except (OSError, ValueError) as error:  # gone; shorter than it was
+            raise _unreadable(spec, path, error) from error
+        packed = PackedLayer(spec.index, version.step, "float32", tuple(version.sections), data)
+        for section in version.sections:
+            self._check(version, spec, section, packed.section(section))
+        return packed
 
     async def _write(self, spec: LayerSpec, key: str, packed: PackedLayer, *, keep: int) -> WriteReceipt:
         header = _header(spec, packed)
         started_s = time.perf_counter()
-        name = self._take_file(key)
-        path = self.directory / name
-        size = packed.section_bytes
+        version = self._unfinished.get(key)
+        if version is None or version.step != packed.step:
+            if version is not None:  # of an attempt that has ended
+                self._put_back(version.file)
+            version = _Version(self._take_file(key), packed.step, len(header), list(packed.sections), [])
+            self._unfinished[key] = version
+        path = self.directory / version.file
+        rows = [packed.section(section) for section in packed.sections]
         try:
             with self._opened(path, write=True, spec=spec) as file:
                 padded = aligned_empty(len(header))
                 padded[:] = np.frombuffer(header, np.uint8)
-                _, _, *checksums = await _all(
+                offsets = [len(header) + row * 4 * spec.numel + 4 * packed.start for row in range(len(rows))]
+                done = await _all(
                     [
                         self._blocks(file.write_from, padded, 0),
-                        self._blocks(self._staged(file), packed.data, len(header)),
-                        *(
-                            asyncio.to_thread(_checksum, packed.data[row * size : (row + 1) * size])
-                            for row in range(len(packed.sections))
-                        ),
+                        *(self._blocks(self._staged(file), *each) for each in zip(rows, offsets, strict=True)),
+                        *(asyncio.to_thread(_checksum, row) for row in rows),
                     ]
                 )
-                file.truncate(len(header) + packed.data.nbytes)
+                if packed.stop == spec.numel:
+                    file.truncate(len(header) + len(rows) * 4 * spec.numel)
+            others = [span for span in version.spans if span[0] != packed.start]  # a replay writes parts again
+            version.spans = sorted([*others, (packed.start, packed.stop, done[1 + len(rows) :])])
+            if packed.stop == spec.numel:
+                await self._commit_version(spec, key, version, keep)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = f"the disk has {shutil.disk_usage(self.directory).free} free" if full else error.strerror
+            advice = "free some" if full else "look at the drive and its file system"
             raise StoreError(
-                f"{spec.name}: {path} needs {packed.data.nbytes} bytes and the disk has "
-                f"{shutil.disk_usage(self.directory).free} free: free some, then resume from the newest checkpoint"
+                f"{spec.name}: {path} needs {packed.data.nbytes} bytes and cannot be written: {why}; {advice}, then "
+                "resume from the newest checkpoint",
+                context={"layer": spec.index, "path": str(path)},
             ) from error
-        version = _Version(name, packed.step, len(header), dict(zip(packed.sections, checksums, strict=True)))
-        before = self._versions.get(key, [])
-        others = [other for other in before if other.step != packed.step]
-        self._versions[key] = sorted([*others, version], key=lambda each: each.step)[-keep:]
-        await self._write_manifest()
-        self._writing.discard(name)
-        self._spares.update({old.file for old in before} - {kept.file for kept in self._versions[key]})
         self._written_bytes += packed.data.nbytes
         self._busy_s += time.perf_counter() - started_s
         return WriteReceipt(spec.index, packed.step, packed.data.nbytes)
+
+    async def _commit_version(self, spec: LayerSpec, key: str, version: _Version, keep: int) -> None:
+        """Makes a state the newest of its key."""
+        assert sum(stop - start for start, stop, _ in version.spans) == spec.numel, f"{spec.name}: parts are missing"
+        self._unfinished.pop(key, None)
+        before = self._versions.get(key, [])
+        others = [other for other in before if other.step != version.step]
+        self._versions[key] = sorted([*others, version], key=lambda each: each.step)[-keep:]
+        await self._write_manifest()
+        self._writing.discard(version.file)
+        for name in {old.file for old in before} - {kept.file for kept in self._versions[key]}:
+            self._put_back(name)
 
     def _take_file(self, key: str) -> str:
         """A file to write into, of which nobody knows; one that exists has its blocks on the disk already."""
@@ -303,6 +373,11 @@ class NvmeStore:
         finally:
             self._reading[version.file] -= 1
             self._reading += Counter()  # forgets what is at zero
+
+    def _put_back(self, name: str) -> None:
+        """Nobody needs this file any more."""
+        self._writing.discard(name)
+        self._spares.add(name)
 
     def _opened(self, path: Path, *, write: bool, spec: LayerSpec) -> BlockFile:
         try:
@@ -359,6 +434,14 @@ async def _all(works: Iterable[Awaitable[Any]]) -> list[Any]:
 def is_store_file(name: str) -> bool:
     """Whether a file of this name is the store's: its directory may hold files of others."""
     return _FILE.fullmatch(name) is not None
+
+
+def _unreadable(spec: LayerSpec, path: Path, error: OSError | ValueError) -> StoreError:
+    return StoreError(
+        f"{spec.name}: {path} cannot be read: {getattr(error, 'strerror', error)}; look at the drive and its file "
+        "system, then resume from the newest checkpoint",
+        context={"layer": spec.index, "path": str(path)},
+    )
 
 
 def _grads_key(spec: LayerSpec) -> str:

@@ -56,9 +56,16 @@ class _Lines(logging.Formatter):
         return "\n".join(f"{head} {line}" for line in text.splitlines())
 
 
+class _File(logging.FileHandler):
+    """Flushes each record. A disk that is full stops the run where state is written, not here."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        pass
+
+
 def _file_handler(directory: Path, actor: str) -> logging.Handler:
     directory.mkdir(exist_ok=True)
-    handler = logging.FileHandler(directory / f"{actor}.log", mode="a", encoding="utf-8")  # flushes each record
+    handler = _File(directory / f"{actor}.log", mode="a", encoding="utf-8")
     handler.setFormatter(_Lines(actor))
     return handler
 

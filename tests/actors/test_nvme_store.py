@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import shutil
 import threading
@@ -39,7 +40,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make(directory: Path, **options: Any) -> NvmeStore:
-    return NvmeStore(directory, LAYERS, output_dir=directory, **options)
+    return NvmeStore(directory, LAYERS, output_dir=directory, pool_bytes=1 << 20, **options)
 
 
 def packed(layer: int, step: int, sections: tuple[str, ...] = STATE) -> PackedLayer:
@@ -242,6 +243,38 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message
     asyncio.run(work())
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_nothing, "layer-0000: .*manifest.json does not name it"),
+        (lambda path: path.write_text(path.read_text()[:-20]), "manifest.json: is damaged"),
+        (lambda path: path.write_text("[1]"), "manifest.json: is damaged"),
+    ],
+)
+def test_a_manifest_that_was_lost_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    """A process that takes over has only the manifest to go by."""
+    asyncio.run(make(tmp_path).write(1, packed(1, 1)))
+    damage(tmp_path / "manifest.json")
+    with pytest.raises(StoreError, match=message):
+        asyncio.run(make(tmp_path).read(1))
+
+
+@pytest.mark.parametrize(("number", "call"), [(errno.EIO, "preadv"), (errno.EROFS, "pwritev")])
+def test_a_drive_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str) -> None:
+    async def work() -> None:
+        store = make(tmp_path)
+        await store.write(1, packed(1, 1))
+
+        def fail(*_: Any) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, call, fail)
+        with pytest.raises(StoreError, match=f"layer-0000: .*{os.strerror(number)}"):
+            await (store.read(1) if call == "preadv" else store.write(1, packed(1, 2)))
+
+    asyncio.run(work())
+
+
 def test_a_full_disk_says_what_is_needed_and_keeps_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         store = make(tmp_path, generations=1)
@@ -253,7 +286,7 @@ def test_a_full_disk_says_what_is_needed_and_keeps_the_state(tmp_path: Path, mon
 
             patch.setattr(os, "pwritev", full)
             nbytes = packed(1, 2).data.nbytes
-            with pytest.raises(StoreError, match=f"layer-0000: .* needs {nbytes} bytes and the disk has .* free"):
+            with pytest.raises(StoreError, match=f"layer-0000: .* needs {nbytes} bytes .* the disk has \\d+ free"):
                 await store.write(1, packed(1, 2))
         assert same(await store.read(1), packed(1, 1))
         await store.write(1, packed(1, 2))  # space again
@@ -370,3 +403,38 @@ def test_layer_spec_names_are_store_files() -> None:
 
     assert all(is_store_file(name) for spec in LAYERS for name in names(spec))
     assert not any(map(is_store_file, ["model.safetensors", "layer.safetensors", "notes.txt", ".lock"]))
+
+
+def test_a_layer_written_in_parts_counts_with_its_last_one(tmp_path: Path) -> None:
+    async def work() -> None:
+        store = make(tmp_path, generations=1)
+        spec, half = LAYERS[1], LAYERS[1].numel // 2
+        await store.write(1, packed(1, 1, MASTER))
+        whole = packed(1, 2)
+        rows = whole.data.reshape(len(STATE), -1)
+        first = PackedLayer(1, 2, "float32", STATE, rows[:, : 4 * half].flatten())
+        last = PackedLayer(1, 2, "float32", STATE, rows[:, 4 * half :].flatten(), half)
+        await store.write(1, first)
+        assert (await store.read_master(1)).step == 1
+        assert same(await store.read(1, (0, half)), PackedLayer(1, 1, "float32", STATE, first_of(packed(1, 1, MASTER))))
+        await store.write(1, first)  # a replay
+        await store.write(1, last)
+        assert same(await store.read(1), whole)
+        assert same(await store.read(1, (half, spec.numel)), last)
+        assert (await store.read(1, (half, spec.numel))).start == half
+        again = make(tmp_path, generations=1)
+        assert same(await again.read(1, (0, half)), first)
+        path = next(path for path in tmp_path.glob("layer-0000.*") if json.loads(
+            (tmp_path / "manifest.json").read_text())["layer-0000"][0]["file"] == path.name)  # fmt: skip
+        with path.open("r+b") as file:
+            file.seek(-4, 2)
+            file.write(b"\xff\xff\xff\xff")
+        assert same(await again.read(1, (0, half)), first)
+        with pytest.raises(StoreError, match=r"exp_avg_sq .* damaged"):
+            await again.read(1, (half, spec.numel))
+
+    def first_of(masters: PackedLayer) -> NDArray[np.uint8]:
+        part = masters.data[: masters.data.nbytes // 2]
+        return np.concatenate([part, np.zeros(2 * part.nbytes, np.uint8)])
+
+    asyncio.run(work())
