@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 # Ray replaces a loopback node address by the host's own and then listens on all interfaces; with this switch, which it
@@ -28,7 +30,8 @@ os.environ.setdefault("RAY_object_spilling_threshold", "1.0")
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
-from megatrain_ray.errors import ActorLostError, PlanError, StalledError
+from megatrain_ray.errors import ActorLostError, MegatrainError, PlanError, StalledError
+from megatrain_ray.observe.logs import NOWHERE, ActorLog, Place
 from megatrain_ray.observe.memory import PeakWatch, RayMemory
 from megatrain_ray.packed import PackedLayer
 from megatrain_ray.schedule import Tier
@@ -41,7 +44,13 @@ MAX_ATTEMPTS = 3
 
 START_DEADLINE_S = 180.0
 """Longest start of an actor: imports from a cold disk, on a machine that is busy."""
+
+GPU_PATIENCE_S = 20.0
+"""Ray takes a moment to notice that a run before this one has given its GPU back."""
+
 CLASS_NAME = {Tier.STORE: "NvmeStore", Tier.OPTIMIZER: "CpuOptimizer", Tier.WORKER: "GpuWorker"}
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +62,7 @@ class Receipt:
         info: What the method returned besides layers.
         put_bytes: Bytes of the layers that it returned.
         private_bytes: Most private memory of the process since the receipt before; see `observe.memory`.
+        notes: Warnings of the process since the receipt before.
     """
 
     started_s: float
@@ -60,6 +70,7 @@ class Receipt:
     info: Any
     put_bytes: int
     private_bytes: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,32 +96,20 @@ class Call:
     receipt: Any
 
 
-def _report(outcome: Any, started_s: float, memory: PeakWatch) -> tuple[Any, ...]:
-    """Splits what a method returned into layers and the rest, and adds the receipt."""
-    parts = outcome if isinstance(outcome, tuple) else (outcome,)
-    layers = tuple(part for part in parts if isinstance(part, PackedLayer))
-    rest = [part for part in parts if part is not None and not isinstance(part, PackedLayer)]
-    put_bytes = sum(layer.data.nbytes for layer in layers)
-    receipt = Receipt(started_s, time.time(), rest[0] if rest else None, put_bytes, memory.take())
-    return (*layers, receipt) if layers else (receipt,)
-
-
 class ReplacedError(Exception):
     """The call was meant for a process that is gone: what it had in memory is not here."""
-
-
-def _expect(pid: int | None) -> None:
-    if pid not in (None, os.getpid()):
-        raise ReplacedError(f"meant for process {pid}, came to {os.getpid()}")
 
 
 class _TierActor:
     """The remote side of one tier."""
 
-    def __init__(self, build: Callable[[], Any], label: str) -> None:
+    def __init__(self, build: Callable[[], Any], label: str, logs: Path, tier: str) -> None:
         self._memory = PeakWatch()
-        self._tier = build()
         self._label = label
+        self._log = ActorLog(logs, tier)
+        _logger.info("starts as process %d", os.getpid())
+        with _logged("cannot start"):
+            self._tier = build()
 
     def __repr__(self) -> str:
         return self._label
@@ -118,22 +117,54 @@ class _TierActor:
     def pid(self) -> int:
         return os.getpid()
 
-    def run(self, pid: int | None, method: str, *arguments: Any) -> Any:
-        _expect(pid)
-        started_s = time.time()
-        report = _report(getattr(self._tier, method)(*arguments), started_s, self._memory)
-        return report if len(report) > 1 else report[0]
+    def run(self, pid: int | None, place: Place, method: str, *arguments: Any) -> Any:
+        started_s = self._begin(pid, place)
+        with _logged(method):
+            return self._report(getattr(self._tier, method)(*arguments), started_s)
+
+    def _begin(self, pid: int | None, place: Place) -> float:
+        if pid not in (None, os.getpid()):
+            raise ReplacedError(f"meant for process {pid}, came to {os.getpid()}")
+        self._log.enter(place)
+        return time.time()
+
+    def _report(self, outcome: Any, started_s: float) -> Any:
+        """Splits what a method returned into layers and the rest, and adds the receipt."""
+        parts = outcome if isinstance(outcome, tuple) else (outcome,)
+        layers = tuple(part for part in parts if isinstance(part, PackedLayer))
+        rest = [part for part in parts if part is not None and not isinstance(part, PackedLayer)]
+        receipt = Receipt(
+            started_s,
+            time.time(),
+            info=rest[0] if rest else None,
+            put_bytes=sum(layer.data.nbytes for layer in layers),
+            private_bytes=self._memory.take(),
+            notes=self._log.take_notes(),
+        )
+        return (*layers, receipt) if layers else receipt
 
 
 class _AsyncTierActor(_TierActor):
     """The same for a tier whose methods are coroutines."""
 
-    async def run(self, pid: int | None, method: str, *arguments: Any) -> Any:
-        _expect(pid)
-        started_s = time.time()
-        outcome = getattr(self._tier, method)(*arguments)
-        report = _report(await outcome if inspect.isawaitable(outcome) else outcome, started_s, self._memory)
-        return report if len(report) > 1 else report[0]
+    async def run(self, pid: int | None, place: Place, method: str, *arguments: Any) -> Any:
+        started_s = self._begin(pid, place)
+        with _logged(method):
+            outcome = getattr(self._tier, method)(*arguments)
+            return self._report(await outcome if inspect.isawaitable(outcome) else outcome, started_s)
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Logs what goes wrong in an actor; the driver decides what that means."""
+    try:
+        yield
+    except MegatrainError as error:
+        _logger.error("%s: %s", what, error)
+        raise
+    except Exception:
+        _logger.exception("%s", what)
+        raise
 
 
 class Cluster:
@@ -143,16 +174,25 @@ class Cluster:
         address: Of a running Ray, or None: ``RAY_ADDRESS`` if set (as under ``ray job submit``), else an own instance.
         object_store_bytes: Size of an own instance's object store; required of one that is attached to.
         dashboard: Whether an own instance has the dashboard, on the loopback interface.
+        on_note: Called with a tier and a warning of its process.
 
     Raises:
         PlanError: The Ray that is attached to has a smaller object store.
     """
 
-    def __init__(self, *, address: str | None, object_store_bytes: int, dashboard: bool) -> None:
+    def __init__(
+        self,
+        *,
+        address: str | None,
+        object_store_bytes: int,
+        dashboard: bool,
+        on_note: Callable[[Tier, str], None] = lambda tier, note: None,
+    ) -> None:
         self._handles: dict[Tier, Any] = {}
         self.pids: dict[Tier, int] = {}
         self.restarts: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.owns_ray = False
+        self._on_note = on_note
         if ray.is_initialized():
             return
         address = address or os.environ.get("RAY_ADDRESS")
@@ -180,13 +220,18 @@ class Cluster:
                 _node_ip_address="127.0.0.1",
             )
 
-    def start(self, run: str, specs: Mapping[Tier, TierSpec]) -> None:
+    def start(self, run: str, specs: Mapping[Tier, TierSpec], logs: Path) -> None:
         """Makes the actors and waits until each has built its tier.
 
         Args:
             run: Name of the run; the actors are called ``RUN/nvme_store`` and so on.
             specs: What to make.
+            logs: Directory for the actors' logs; its parent exists.
+
+        Raises:
+            PlanError: Ray has no GPU to give.
         """
+        _check_gpus(sum(spec.num_gpus for spec in specs.values()))
         for tier, spec in specs.items():
             base = _AsyncTierActor if tier is Tier.STORE else _TierActor
             remote_class: Any = ray.remote(type(CLASS_NAME[tier], (base,), {"__module__": __name__}))
@@ -199,7 +244,7 @@ class Cluster:
                 max_task_retries=0,  # the pipeline repeats what is safe to repeat
                 # Idle OpenMP threads sleep: spinning ones would take the cores from the other tiers.
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
-            ).remote(spec.build, f"{CLASS_NAME[tier]}({run})")
+            ).remote(spec.build, f"{CLASS_NAME[tier]}({run})", logs, str(tier))
         for tier in specs:
             self.wait_alive(tier)
 
@@ -231,8 +276,7 @@ class Cluster:
                 return
             except GetTimeoutError:
                 raise StalledError(
-                    f"{tier}: no answer within {deadline_s:.0f} s of its start; look at the machine's load, and "
-                    "whether Ray has the GPU that the run asks for"
+                    f"{tier}: no answer within {deadline_s:.0f} s of its start; look at the machine's load"
                 ) from None
             except RayTaskError as error:
                 raise _cause(error) from None
@@ -249,6 +293,7 @@ class Cluster:
         num_values: int = 0,
         name: str | None = None,
         pid: int | None = None,
+        place: Place = NOWHERE,
     ) -> Call:
         """Submits one call. Arguments that are references arrive as what they refer to.
 
@@ -259,9 +304,10 @@ class Cluster:
             num_values: Layers that the method returns.
             name: Of the task, in Ray's timeline and dashboard.
             pid: The process that is meant; another one answers with a `ReplacedError`. None: any.
+            place: What the call is for, in the actor's log.
         """
         remote_run: Any = self._handles[tier].run.options(num_returns=num_values + 1, name=name or f"{tier}.{method}")
-        references = remote_run.remote(pid, method, *arguments)
+        references = remote_run.remote(pid, place, method, *arguments)
         if num_values == 0:
             return Call((), references)
         return Call(tuple(references[:-1]), references[-1])
@@ -276,6 +322,7 @@ class Cluster:
         for _ in range(MAX_ATTEMPTS):
             try:
                 receipt: Receipt = ray.get(self.call(tier, method, *arguments).receipt, timeout=deadline_s)
+                self.note(tier, receipt)
                 return receipt.info
             except GetTimeoutError:
                 raise StalledError(f"{tier}: {method} gave no answer within {deadline_s:.0f} s") from None
@@ -284,6 +331,11 @@ class Cluster:
             except RayActorError:
                 self.wait_alive(tier)
         raise ActorLostError(f"{tier}: its process died {MAX_ATTEMPTS} times in {method}")
+
+    def note(self, tier: Tier, receipt: Receipt) -> None:
+        """Passes on the warnings that came with a receipt."""
+        for note in receipt.notes:
+            self._on_note(tier, note)
 
     def memory(self) -> RayMemory:
         """Looks at what Ray takes on this host; the actors and this process are not part of it."""
@@ -315,14 +367,40 @@ class Cluster:
             self.owns_ray = False
 
 
+def _check_gpus(required: float) -> None:
+    """An actor that asks for a GPU which Ray cannot give would wait for it, silently."""
+    give_up_s = time.monotonic() + GPU_PATIENCE_S
+    while required:
+        held: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        if free.get("GPU", 0.0) >= required:
+            return
+        if held.get("GPU", 0.0) < required or time.monotonic() > give_up_s:
+            raise PlanError(
+                f"the run requires {required:g} GPU; Ray has {held.get('GPU', 0.0):g}, and {free.get('GPU', 0.0):g} "
+                "available: end what holds it (`ray list actors`), start Ray where the GPU is visible "
+                "(CUDA_VISIBLE_DEVICES), or set tiers.device: cpu"
+            )
+        time.sleep(0.5)
+
+
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
     """Keeps this process's handlers: Ray would replace the one of SIGTERM by its own, which aborts."""
     numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.getsignal(number) for number in numbers}
-    yield
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    interrupted = False
+    try:
+        yield
+    except SystemExit as left:  # with these codes Ray's handlers leave, before ours are back
+        interrupted = left.code in (1, signal.SIGTERM)
+        raise
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        terminate = handlers.get(signal.SIGTERM)
+        if interrupted and callable(terminate):
+            terminate(signal.SIGTERM, None)
 
 
 def _cause(error: RayTaskError) -> BaseException:

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayTaskError
 
 from megatrain_ray.cluster import CLASS_NAME, MAX_ATTEMPTS, Cluster, Receipt, ReplacedError
 from megatrain_ray.errors import ActorLostError, StalledError
+from megatrain_ray.observe.logs import Place
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, Value
 
 __all__ = ["Pipeline", "Record"]
@@ -90,12 +91,13 @@ class Pipeline:
         self.peak_bytes = 0
         self._attempt: _Attempt | None = None
 
-    def run(self, schedule: Schedule, arguments: Callable[[Action], tuple[Any, ...]]) -> list[Record]:
+    def run(self, schedule: Schedule, arguments: Callable[[Action], tuple[Any, ...]], *, step: int) -> list[Record]:
         """Runs all actions to completion.
 
         Args:
             schedule: The list.
             arguments: The leading arguments of an action's call; the values it reads follow them.
+            step: That it is part of, for the logs.
 
         Returns:
             One record an action, in list order.
@@ -108,7 +110,7 @@ class Pipeline:
         saved: set[int] = set()
         deaths: Counter[Action] = Counter()
         while True:
-            attempt = self._attempt = _Attempt(self, schedule, arguments, saved)
+            attempt = self._attempt = _Attempt(self, schedule, arguments, saved, step)
             try:
                 return attempt.run()
             except _TierDied as death:
@@ -156,10 +158,12 @@ class _Attempt:
         schedule: Schedule,
         arguments: Callable[[Action], tuple[Any, ...]],
         saved: set[int],
+        step: int,
     ) -> None:
         self.pipeline = pipeline
         self.schedule = schedule
         self.arguments = arguments
+        self.step = step
         self.pids = dict(pipeline.cluster.pids)  # of processes that have seen all of this attempt
         self.saved = saved  # layers whose checkpoint is written, from this and earlier attempts
         self.in_flight: dict[Any, int] = {}
@@ -211,6 +215,7 @@ class _Attempt:
             num_values=len(action.writes),
             pid=self.pids[action.tier],
             name=f"{action.op} {pipeline.layer_names[action.layer]}",
+            place=Place(self.step, pipeline.layer_names[action.layer]),
         )
         self.written[index] = dict(zip(action.writes, call.values, strict=True))
         pipeline.values.update(self.written[index])
@@ -257,6 +262,7 @@ class _Attempt:
 
     def _complete(self, index: int, receipt: Receipt) -> None:
         action = self.schedule[index]
+        self.pipeline.cluster.note(action.tier, receipt)
         self.records[index] = Record(action, self.submitted_s[index], receipt, index)
         del self.written[index]  # a reference held here would keep every value of the step until its end
         if action.op is Op.SAVE:

@@ -14,6 +14,7 @@ import psutil
 from megatrain_ray.actors.nvme_store import is_store_file
 from megatrain_ray.checkpoint.directory import list_checkpoints, remove_debris, remove_tree
 from megatrain_ray.errors import RunDirectoryError
+from megatrain_ray.observe.logs import LOGS
 
 __all__ = ["RunDirectory", "output_path", "replace_text"]
 
@@ -118,6 +119,8 @@ class RunDirectory:
         names = ("metrics.jsonl", "config.yaml", "plan.json", "trace.json", "about.json", "report.html", STATE)
         for name in names:
             (self.path / name).unlink(missing_ok=True)
+        for log in (self.path / LOGS).glob("*.log"):
+            log.unlink()
 
     # --- metrics ----------------------------------------------------------------------------------------------------
 
@@ -164,8 +167,12 @@ class RunDirectory:
 def replace_text(path: Path, text: str) -> None:
     """Replaces a small file; readers see the old or the new one."""
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def _started_s(pid: int) -> float | None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import math
 import os
+import shutil
 import threading
 import time
 from collections import deque
@@ -26,10 +29,11 @@ from megatrain_ray.config import Config, differences, with_override
 from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
-from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, TrainingError
+from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
 from megatrain_ray.observe.about import write_about
 from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
+from megatrain_ray.observe.logs import LOGS, DriverLog, Place
 from megatrain_ray.observe.memory import RayMemory, private_bytes
 from megatrain_ray.observe.metrics import RunMetrics
 from megatrain_ray.observe.status import live_status
@@ -77,7 +81,8 @@ class Trainer:
         tell: Callable[[str], None] = lambda message: None,
     ) -> None:
         self.config = config
-        self.tell = tell
+        self._show = tell
+        self._log = DriverLog()
         self.step = 0
         self.waiting_for = "nothing yet"
         self.state = "starting"
@@ -100,7 +105,6 @@ class Trainer:
         self._peaks: dict[str, int] = {}
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._deaths_told: dict[Tier, int] = dict(self._deaths)
-        self._evaluation: dict[str, float] = {}
         self._metrics: RunMetrics | None = None
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
@@ -110,18 +114,23 @@ class Trainer:
             self.run.release()
             raise
         for note in self._prepared.notes:
-            tell(note)
+            self.tell(note, level=logging.WARNING)
         self._data = self._prepared.data
         self.total_steps = self._data.total_steps
         self._learning_rate = self._make_schedule()
         self._fresh = checkpoint is None
         for dropped in self._data.corpus.dropped:
-            tell(f"left out: {dropped}")
+            self.tell(f"left out: {dropped}")
 
     @property
     def device(self) -> str:
         """``cpu`` or ``cuda:N``."""
         return self._prepared.device
+
+    def tell(self, message: str, *, layer: str | None = None, level: int = logging.INFO) -> None:
+        """Says something to the person and to the driver's log. From any thread."""
+        self._log.write(message, Place(self.step, layer), level=level)
+        self._show(message)
 
     def step_batch(self, step: int) -> StepBatch:
         """What a step trains on, from 1."""
@@ -135,18 +144,24 @@ class Trainer:
         Raises:
             TrainingError: The run cannot go on; the newest checkpoint is whole.
         """
-        if self.step >= self.total_steps:
+        unevaluated = self._lacks_evaluation()
+        if self.step >= self.total_steps and unevaluated is None:
             self.tell(f"already complete: {self.step} of {self.total_steps} steps")
             return
         try:
             self._start()
             self._training = True
+            if unevaluated is not None:
+                unevaluated |= self._evaluate(stoppable=True)
+                self.run.cut_after(self.step - 1)
+                self.run.append(unevaluated)
             while self.step < self.total_steps and not self._stop:
                 if not self._go.is_set():
                     self._wait_for_resume()
                     continue
                 record = self._take_step(self._data.step_batch(self.step + 1))
-                self._maybe_evaluate(record)
+                if self._evaluation_is_due():
+                    record.update(self._evaluate(stoppable=True))
                 self.run.append(record)
                 self._recent.append(record)
                 self._trackers.publish(record)
@@ -158,15 +173,23 @@ class Trainer:
                     self._save_next = False
                     self._begin_save()
                 yield record
-            self._training = False
             self.save_checkpoint()
+            self._training = False
         except Exception as error:
-            self._enter("failed", cause=str(error) or type(error).__name__)
-            raise
+            if isinstance(error, OSError):
+                error = self._unwritable(error)
+            with contextlib.suppress(OSError):  # the disk may be what has failed
+                self._log.write("failed", Place(self.step), level=logging.ERROR, error=error)
+                self._enter("failed", cause=str(error) or type(error).__name__)
+            raise error
         self._enter("finished" if self.step >= self.total_steps else "stopped")
 
     def request_stop(self) -> bool:
-        """Ends `steps` after the present step and its checkpoint; False when no step is under way. From any thread."""
+        """Ends `steps` after the present step and its checkpoint, without an evaluation. From any thread.
+
+        Returns:
+            False when `steps` is not under way: there is nothing to complete.
+        """
         self._stop = True
         self._go.set()
         return self._training
@@ -192,6 +215,7 @@ class Trainer:
         """
         if self._cluster is None or actor not in self._cluster.pids:
             raise TrainingError(f"no actor {actor} is running; there are {', '.join(Tier)}, once the run has started")
+        self._log.write(f"{actor} is ended on request", Place(self.step))
         return self._cluster.restart(Tier(actor))
 
     def change(self, key: str, value: Any) -> None:
@@ -240,10 +264,8 @@ class Trainer:
         spec = find_layer(self._prepared.layers, layer)
         if self._cluster is None or Tier.OPTIMIZER not in self._cluster.pids:
             raise TrainingError("the run is starting: its layers are not there yet")
-        arguments: tuple[Any, ...] = (spec.index, tensor)
-        if spec.index in self._shape.paged:
-            arguments += (self._cluster.call(Tier.STORE, "read", spec.index, num_values=1).values[0],)
-        facts: dict[str, Any] = self._cluster.ask(Tier.OPTIMIZER, "inspect", *arguments)
+        tier = Tier.STORE if spec.index in self._shape.paged else Tier.OPTIMIZER
+        facts: dict[str, Any] = self._cluster.ask(tier, "inspect", spec.index, tensor)
         return facts
 
     def save_checkpoint(self) -> Path:
@@ -260,6 +282,10 @@ class Trainer:
 
     def evaluate(self) -> dict[str, float]:
         """Loss and perplexity of ``data.eval_path`` with the weights as they are now."""
+        return self._evaluate(stoppable=False)
+
+    def _evaluate(self, *, stoppable: bool) -> dict[str, float]:
+        """`evaluate`; nothing when ``stoppable`` and the run is to stop: `--resume` makes up for it."""
         corpus = self._prepared.evaluation
         assert corpus is not None
         self._start()
@@ -270,6 +296,9 @@ class Trainer:
         for batch in evaluation_batches(
             corpus, self.config.training.per_device_train_batch_size, self._data.pad_token_id
         ):
+            if stoppable and self._stop:
+                self.tell(f"evaluation of step {self.step} left out: the run stops; it comes first when resumed")
+                return {}
             records = self._run(schedule, batch, train=False)
             total += next(record.receipt.info for record in records if record.action.op is Op.EVALUATE)
             count += batch.target_tokens
@@ -283,7 +312,8 @@ class Trainer:
             self._control = None
             self._trackers.close()
             if self.state in ("starting", "running", "paused"):
-                self._enter("stopped")
+                with contextlib.suppress(OSError):
+                    self._enter("stopped")
         if self._metrics is not None:
             self._metrics.close()
             self._metrics = None
@@ -293,6 +323,7 @@ class Trainer:
         if self._arena is not None:
             os.close(self._arena)
             self._arena = None
+        self._log.close()
         self.run.release()
 
     def __enter__(self) -> Trainer:
@@ -338,6 +369,7 @@ class Trainer:
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
         replace_text(self.run.path / "plan.json", json.dumps(plan.to_json(), indent=2))
         write_about(self.run.path, prepared, step=self.step, total_steps=self.total_steps)
+        self._log.open(self.run.path / LOGS)
         self._enter("starting")
         self._control = ControlServer(self.run.path, self._commands())
         # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
@@ -356,10 +388,11 @@ class Trainer:
             address=self.config.ray.address,
             object_store_bytes=plan.object_store_bytes,
             dashboard=self.config.ray.dashboard,
+            on_note=lambda tier, note: self.tell(f"{tier}: {note}", level=logging.WARNING),
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
-        self._cluster.start(self.run.name, specs)
+        self._cluster.start(self.run.name, specs, self.run.path / LOGS)
         self._metrics = RunMetrics(self.run.name, plan.to_json(), total_steps=self.total_steps)
         self._pipeline = Pipeline(
             self._cluster,
@@ -375,8 +408,17 @@ class Trainer:
             self.tell(note)
         self._enter("running")
 
+    def _unwritable(self, error: OSError) -> StoreError:
+        """A failure of the driver's own files: records, state, trace."""
+        free = shutil.disk_usage(self.run.path).free
+        return StoreError(
+            f"{error.filename or self.run.path}: {error.strerror or error} (step {self.step}, {free} bytes free); "
+            "make room or look at the drive, then resume from the newest checkpoint"
+        )
+
     def _enter(self, state: str, **facts: Any) -> None:
         self.state = state
+        self._log.write(f"{state}, process {os.getpid()}" if state == "starting" else state, Place(self.step))
         restarts = {} if self._cluster is None else {str(tier): count for tier, count in self._cluster.restarts.items()}
         self.run.write_state(state, max_steps=self.total_steps, restarts=restarts, **facts)
 
@@ -477,7 +519,7 @@ class Trainer:
                 return layer, span
             return (layer,)
 
-        records = self._pipeline.run(schedule, arguments)
+        records = self._pipeline.run(schedule, arguments, step=self.step if batch is None else batch.step)
         if any(action.op in UPDATES for action in schedule):
             self._pending = None
         for record in records:
@@ -537,16 +579,19 @@ class Trainer:
             **measure_activity(records, step_time_s, self._pipeline.bytes_of),
         }
 
-    def _maybe_evaluate(self, record: dict[str, Any]) -> None:
+    def _evaluation_is_due(self) -> bool:
         every = self.config.training.eval_steps
-        if every and (self.step % every == 0 or self.step == self.total_steps):
-            record.update(self.evaluate())
+        return every is not None and (self.step % every == 0 or self.step == self.total_steps)
+
+    def _lacks_evaluation(self) -> dict[str, Any] | None:
+        """The record of the step that a run is resumed from, when it was stopped before that step's evaluation."""
+        record = next(reversed(self.run.read_metrics()), None)
+        lacks = record is not None and record["step"] == self.step and "eval_loss" not in record
+        return record if lacks and self._evaluation_is_due() else None
 
     def _begin_save(self) -> None:
-        assert self._cluster is not None
         self._saving = self.step
-        deadline_s = self.config.tiers.deadline_s
-        self._cluster.ask(Tier.STORE, "begin_save", self.step, self._prepared.save_spec, deadline_s=deadline_s)
+        self._ask_store("begin_save", self.step, self._prepared.save_spec)
 
     def _flush_save(self) -> None:
         """Completes the checkpoint that has begun without a step around it."""
@@ -558,7 +603,7 @@ class Trainer:
 
     def _finish_save(self) -> bool:
         """Whether the checkpoint is complete; a store that was restarted has lost what it had of it."""
-        assert self._cluster is not None and self._saving is not None
+        assert self._saving is not None
         number, self._saving = self._saving, None
         state = {
             "step": number,
@@ -566,13 +611,24 @@ class Trainer:
             "total_steps": self.total_steps,
             "config": self.config.model_dump(mode="json"),
         }
-        path = self._cluster.ask(Tier.STORE, "finish_save", number, state, deadline_s=self.config.tiers.deadline_s)
+        path = self._ask_store("finish_save", number, state)
         if path is None:
             self.tell(f"checkpoint-{number} was interrupted when the store died: it is written again")
             return False
         self._saved = number
         self.tell(f"saved {path}")
         return True
+
+    def _ask_store(self, method: str, *arguments: Any) -> Any:
+        """Asks the store between schedules; when it says nothing for so long it is replaced, and asked once more."""
+        assert self._cluster is not None
+        deadline_s = self.config.tiers.deadline_s
+        try:
+            return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
+        except StalledError as stall:
+            self.tell(f"{stall}: it was killed and restarts")
+            self._cluster.kill(Tier.STORE)
+            return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
 
     # --- what happens meanwhile -------------------------------------------------------------------------------------
 
@@ -584,5 +640,7 @@ class Trainer:
         what = f"did not finish within {self.config.tiers.deadline_s:.0f} s and was killed" if stalled else "died"
         self.tell(
             f"{action.tier} {what} in {self._pipeline.describe(action)} (step {self.step + 1}); it restarts, and the "
-            "step is repeated"
+            "step is repeated",
+            layer=self._pipeline.layer_names[action.layer],
+            level=logging.WARNING,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ from transformers import AutoModelForCausalLM, get_scheduler
 
 from megatrain_ray.config import Config
 from megatrain_ray.data.sampler import TrainingData
-from megatrain_ray.layout import takes_weight_decay
 
 
 def plain_training(
@@ -21,7 +22,6 @@ def plain_training(
     *,
     dtype: torch.dtype = torch.float32,
     attention: str = "sdpa",
-    label_smoothing: float = 0.0,
 ) -> tuple[list[dict[str, float]], dict[str, Tensor]]:
     """Losses and norms of each step, and the final weights, of transformers and torch.optim.AdamW in memory."""
     model: Any = AutoModelForCausalLM.from_pretrained(
@@ -31,7 +31,7 @@ def plain_training(
     named = dict(model.named_parameters())
     groups = [
         {
-            "params": [p for name, p in named.items() if takes_weight_decay(name, tuple(p.shape)) is decays],
+            "params": [p for name, p in named.items() if (p.ndim > 1 and not name.endswith("bias")) is decays],
             "weight_decay": training.weight_decay * decays,
         }
         for decays in (True, False)
@@ -61,7 +61,7 @@ def plain_training(
                 logits[:, :-1].float().flatten(0, 1),
                 torch.from_numpy(micro_batch.labels)[:, 1:].flatten(),
                 reduction="sum",
-                label_smoothing=label_smoothing,
+                label_smoothing=training.label_smoothing_factor,
             )
             (loss / batch.target_tokens).backward()
             total += loss.item()
@@ -75,6 +75,29 @@ def plain_training(
         scheduler.step()
         records.append({"loss": total / batch.target_tokens, "grad_norm": grad_norm, "learning_rate": learning_rate})
     return records, {name: param.detach() for name, param in named.items()}
+
+
+Row = tuple[list[int], list[int]]
+"""Ids and unshifted labels."""
+
+
+def token_rows(path: Path, max_length: int | None = None) -> list[Row]:
+    """Rows of a tokens file, cut to ``max_length``."""
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return [(row["input_ids"][:max_length], row.get("labels", row["input_ids"])[:max_length]) for row in rows]
+
+
+def plain_loss(directory: Path, rows: Sequence[Row]) -> float:
+    """Token-weighted loss of a saved model, one row at a time: no padding."""
+    model: Any = AutoModelForCausalLM.from_pretrained(str(directory), dtype=torch.float32).eval()
+    total, count = 0.0, 0
+    for ids, labels in rows:
+        targets = torch.tensor(labels)[1:]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, :-1]
+        total += float(nn.functional.cross_entropy(logits, targets, reduction="sum"))
+        count += int((targets != -100).sum())
+    return total / count
 
 
 def saved_weights(checkpoint: Path) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,9 +20,8 @@ from safetensors.torch import load_file
 from megatrain_ray.control import SOCKET, ControlServer, NotLiveError, ask
 from megatrain_ray.errors import ConfigError, RunDirectoryError, TrainingError
 from megatrain_ray.layout import pack_layer
-from megatrain_ray.observe.inspection import describe_state
+from megatrain_ray.observe.layer_facts import describe_state
 from megatrain_ray.observe.status import read_status, render_status
-from megatrain_ray.packed import STATE, PackedLayer
 from megatrain_ray.schedule import Tier
 from megatrain_ray.trainer import Trainer
 from tests.runs import digest, trace
@@ -152,7 +152,7 @@ def test_a_killed_run_is_called_killed(model_dir: ModelDir, make_config: MakeCon
     process = start("train", str(path), cwd=tmp_path)
     directory = tmp_path / "run"
     try:
-        status = wait_for(directory, lambda status: status["step"] > 0)
+        status = wait_for(directory, lambda status: status["eta_s"] is not None)
     finally:
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -161,6 +161,36 @@ def test_a_killed_run_is_called_killed(model_dir: ModelDir, make_config: MakeCon
     assert after["state"] == "killed" and after["step"] > 0
     with pytest.raises(NotLiveError):
         ask(directory, "pause")
+
+
+@pytest.mark.ray
+def test_a_live_run_is_watched_reported_and_stopped(
+    model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(make_config(model_dir("llama"), training__max_steps=100000).to_yaml())
+    directory = tmp_path / "run"
+    process = start("train", str(path), cwd=tmp_path)
+    try:
+        wait_for(directory, lambda status: status["step"] > 0)
+        watching = start("status", str(directory), "--watch", cwd=tmp_path)
+        code, out, err = run("report", str(directory), cwd=tmp_path)
+        assert code == 0, err
+        assert "<title>run: running" in Path(out.strip()).read_text()
+        code, out, err = run("inspect", str(directory), "layer-0002", "--json", cwd=tmp_path)
+        assert code == 0 and json.loads(out)["step"] > 0, err
+        code, out, err = run("stop", str(directory), cwd=tmp_path)
+        assert code == 0, err
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        out, err = watching.communicate(timeout=60)
+        assert watching.returncode == 0, err
+    finally:
+        process.kill()
+    # Not a terminal: what was shown last. A terminal is redrawn in place.
+    assert "stopped" in out and "gpu_worker" in out
+    stopped = read_status(directory)
+    assert stopped["state"] == "stopped" and (directory / f"checkpoint-{stopped['step']}").is_dir()
 
 
 # --- the socket
@@ -229,21 +259,33 @@ def test_clients_that_hang_up_or_say_nothing_disturb_nobody(server: Path) -> Non
 
 def test_statistics_of_a_layer() -> None:
     spec = pack_layer(1, "layer-0000", [("a.weight", (3, 4)), ("a.bias", (4,))])
-    values = torch.zeros(3, spec.numel)
-    weight = torch.tensor([1.0, -2.0, 3.0, float("nan")] * 3)
+    master, exp_avg = np.zeros(spec.numel, np.float32), np.full(spec.numel, 2.0, np.float32)
     offset = spec.tensors[0].offset
-    values[0, offset : offset + 12] = weight
-    values[1, offset : offset + 12] = 2.0
-    state = PackedLayer(1, 7, "float32", STATE, values.view(torch.uint8).numpy().reshape(-1))
-    facts = describe_state(spec, state)
-    first = facts["tensors"][0]
+    master[offset : offset + 12] = [1.0, -2.0, 3.0, float("nan")] * 3
+    facts = describe_state(spec, 7, {"master": master, "exp_avg": exp_avg})
+    first, second = facts["tensors"]
     assert (facts["layer"], facts["step"], first["shape"]) == ("layer-0000", 7, [3, 4])
-    assert first["non_finite"] == 3
+    assert (first["non_finite"], first["min"], first["max"]) == (3, -2.0, 3.0)
+    assert first["norm"] == pytest.approx(42**0.5) and first["mean"] == pytest.approx(6 / 9)
     assert first["histogram"] == {"from": -2.0, "to": 3.0, "counts": [3, *[0] * 11, 3, *[0] * 6, 3]}
-    assert first["exp_avg"]["norm"] == pytest.approx(2 * 12**0.5)
-    assert first["exp_avg_sq"]["max"] == 0
+    assert first["exp_avg"]["norm"] == pytest.approx(2 * 12**0.5) and "exp_avg_sq" not in first
+    assert second["histogram"] == {"from": 0.0, "to": 0.0, "counts": [4]}
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
     with pytest.raises(RunDirectoryError, match=r"has no tensor b; it has a.weight, a.bias"):
-        describe_state(spec, state, "b")
+        describe_state(spec, 7, {"master": master}, "b")
+
+
+def test_statistics_of_many_blocks_are_those_of_the_whole() -> None:
+    spec = pack_layer(0, "embed", [("w", (1000, 1000))])
+    values = np.random.default_rng(3).normal(size=spec.numel).astype(np.float32)
+    values[[5, 600_000]] = np.inf
+    facts = describe_state(spec, 1, {"master": values})["tensors"][0]
+    finite = np.delete(values[:1_000_000], [5, 600_000]).astype(np.float64)
+    assert facts["norm"] == pytest.approx(np.linalg.norm(finite), rel=1e-12)
+    assert facts["mean"] == pytest.approx(finite.mean(), rel=1e-9)
+    counts, edges = np.histogram(finite, bins=20)
+    assert (facts["min"], facts["max"], facts["non_finite"]) == (edges[0], edges[-1], 2)
+    assert facts["histogram"]["counts"] == counts.tolist()
 
 
 def test_status_of_what_is_no_run(tmp_path: Path) -> None:

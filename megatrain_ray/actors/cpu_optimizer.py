@@ -8,6 +8,7 @@ is harmless and goes on where the last one died. A layer from the store is updat
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 from collections.abc import Mapping, Sequence
@@ -20,10 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megatrain_ray.layout import ITEMSIZE, LayerSpec, align_up
+from megatrain_ray.observe.layer_facts import describe_state
 from megatrain_ray.packed import PARAMS, STATE, PackedLayer
 from megatrain_ray.tensors import as_tensor
 
 __all__ = ["AdamWConfig", "CpuOptimizer", "Hyper", "arena_bytes"]
+
+_logger = logging.getLogger(__name__)
 
 CHUNK_NUMEL = 1 << 18
 """Elements per chunk: fp32 arrays of 1 MiB stay in the last-level cache, and are long against Python's overhead."""
@@ -209,11 +213,11 @@ class CpuOptimizer:
             "steps": {self.layers[layer].name: int(self._versions[layer]) >> _CHUNK_BITS for layer in self._state},
         }
 
-    def inspect(self, layer: int, tensor: str | None, state: PackedLayer | None = None) -> dict[str, Any]:
-        """Statistics of a layer in RAM, or of a ``state`` that the store has read."""
-        from megatrain_ray.observe.inspection import describe_state
-
-        return describe_state(self.layers[layer], state or self.snapshot(layer), tensor)
+    def inspect(self, layer: int, tensor: str | None) -> dict[str, Any]:
+        """Statistics of a layer in RAM, or of one of its tensors."""
+        state = self._state[layer].numpy()
+        sections = dict(zip(STATE, state, strict=True))
+        return describe_state(self.layers[layer], self._finished_step(layer), sections, tensor)
 
     # --- internals --------------------------------------------------------------------------------------------------
 
@@ -244,6 +248,7 @@ class CpuOptimizer:
         if version >= 0 and version == self._versions[layer]:
             start, stop, _ = self._chunks(layer)[version & ((1 << _CHUNK_BITS) - 1)]
             self._state[layer][:, start:stop].copy_(self._journal[:, : stop - start])
+            _logger.info("%s: elements %d to %d of an update are undone", self.layers[layer].name, start, stop)
 
     def _adamw(self, state: Tensor, grad: Tensor, hyper: Hyper, weight_decay: float) -> None:
         """torch.optim.AdamW's fused kernel on one chunk, in place on ``state`` [3, n]; ``grad`` [n] is not changed."""

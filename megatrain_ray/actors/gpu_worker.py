@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from megatrain_ray.start import RunSource
 from megatrain_ray.tensors import bind
 
 __all__ = ["GpuWorker", "GradInfo"]
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +134,7 @@ class GpuWorker:
         """Elements of a layer as the run starts with it: this process has the model, and so can convert its files."""
         if self._source is None:
             self._source = self._open_source()
+            _logger.info("import begins")
         if self._imported is None or self._imported.layer != layer:
             self._imported = None  # before the next one is read
             self._imported = self._source.read_layer(self.model.layers[layer])
@@ -146,6 +150,7 @@ class GpuWorker:
         """Forgets the source; returns what reading it noticed."""
         notes = [] if self._source is None else self._source.warnings
         self._source = None
+        _logger.info("import is complete: %d layers", len(self.model.layers))
         return notes
 
     def _forget(self) -> None:

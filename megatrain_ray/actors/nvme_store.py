@@ -10,16 +10,19 @@ is flushed here.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import itertools
 import json
+import logging
 import math
 import os
 import re
 import shutil
 import struct
 import time
-from collections.abc import Awaitable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,9 +40,12 @@ from megatrain_ray.checkpoint.writer import CheckpointWriter
 from megatrain_ray.direct_io import ALIGNMENT, BLOCK_BYTES, AlignedPool, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.errors import StoreError
 from megatrain_ray.layout import LayerSpec, align_up
+from megatrain_ray.observe.layer_facts import describe_state
 from megatrain_ray.packed import GRADS, MASTER, STATE, PackedLayer
 
 __all__ = ["NvmeStore", "WriteReceipt", "is_store_file"]
+
+_logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"(embed|head|layer-\d+)(\.grads)?\.\d+\.safetensors|\.?manifest\.json(\.partial)?")
@@ -120,10 +126,14 @@ class NvmeStore:
         self._busy_s = 0.0
         manifest = directory / MANIFEST
         if manifest.exists():
-            for name, versions in json.loads(manifest.read_text(encoding="utf-8")).items():
-                self._versions[name] = [_Version(**version) for version in versions]
+            try:
+                for name, versions in json.loads(manifest.read_text(encoding="utf-8")).items():
+                    self._versions[name] = [_Version(**version) for version in versions]
+            except (ValueError, TypeError, AttributeError) as error:
+                raise StoreError(f"{manifest}: is damaged ({error}); resume from the newest checkpoint") from error
         named = {version.file for versions in self._versions.values() for version in versions}
         self._writing: set[str] = set()
+        self._reading: Counter[str] = Counter()
         self._unfinished: dict[str, _Version] = {}  # states of which not every part has been written
         files = {path.name for path in directory.glob("*.safetensors") if is_store_file(path.name)}
         self._spares = files - named
@@ -144,7 +154,7 @@ class NvmeStore:
 
     async def read_grads(self, layer: int) -> PackedLayer:
         """The gradients of a layer that wait here for the norm."""
-        return await self._read(self._versions[_grads_key(self.layers[layer])][0], self.layers[layer], GRADS)
+        return await self._read(self._named(_grads_key(self.layers[layer]))[0], self.layers[layer], GRADS)
 
     async def write(self, layer: int, packed: PackedLayer) -> WriteReceipt:
         """Writes a layer's state, or a part of it, beside the current one; the last part makes it current."""
@@ -162,17 +172,22 @@ class NvmeStore:
     async def begin_save(self, number: int, save_spec: SaveSpec) -> None:
         """Starts checkpoint ``number``, which consists of ``save_spec``; a half-written one of that number is gone."""
         self._writers = {number: await asyncio.to_thread(CheckpointWriter, str(self.output_dir), number, save_spec)}
+        _logger.info("checkpoint-%d begins", number)
 
     async def save(self, layer: int, number: int, packed: PackedLayer | None = None) -> WriteReceipt:
         """Writes a layer into checkpoint ``number``: as given, or as its file here has it."""
         writer = self._writers.get(number)
         if writer is None:  # this process was restarted in the middle: half a checkpoint is none
             return WriteReceipt(layer, number, 0)
-        read_bytes = 0
-        if packed is None:
-            packed = await asyncio.to_thread(self._mapped, self._newest(layer), self.layers[layer])
-            read_bytes = packed.data.nbytes
-        await asyncio.to_thread(writer.write_layer, self.layers[layer], packed)
+        spec, read_bytes = self.layers[layer], 0
+        if packed is not None:
+            await asyncio.to_thread(writer.write_layer, spec, packed)
+        else:
+            version = self._newest(layer)
+            with self._held(version):
+                packed = await asyncio.to_thread(self._mapped, version, spec)
+                read_bytes = packed.data.nbytes
+                await asyncio.to_thread(writer.write_layer, spec, packed)
         self._written_bytes += packed.data.nbytes
         self._read_bytes += read_bytes
         return WriteReceipt(layer, number, packed.data.nbytes, read_bytes)
@@ -183,9 +198,20 @@ class NvmeStore:
         if writer is None:
             return None
         path = await asyncio.to_thread(writer.finish, trainer_state)
+        _logger.info("%s is complete", path)
         if self.keep is not None:
             await asyncio.to_thread(prune_checkpoints, self.output_dir, self.keep)
         return str(path)
+
+    async def inspect(self, layer: int, tensor: str | None) -> dict[str, Any]:
+        """Statistics of the newest state of a layer, or of one of its tensors, straight from its file."""
+        spec, version = self.layers[layer], self._newest(layer)
+        numel = spec.numel
+        with self._held(version):
+            path = self.directory / version.file
+            state = np.memmap(path, np.float32, "r", version.data_start, (len(version.sections), numel))
+            sections = dict(zip(version.sections, state, strict=True))
+            return await asyncio.to_thread(describe_state, spec, version.step, sections, tensor)
 
     async def status(self) -> dict[str, Any]:
         """Bytes moved so far, bytes on disk, kind of I/O."""
@@ -200,7 +226,16 @@ class NvmeStore:
     # --- internals --------------------------------------------------------------------------------------------------
 
     def _newest(self, layer: int) -> _Version:
-        return max(self._versions[self.layers[layer].name], key=lambda version: version.step)
+        return max(self._named(self.layers[layer].name), key=lambda version: version.step)
+
+    def _named(self, key: str) -> list[_Version]:
+        """What the manifest names, which another process may have written."""
+        if key not in self._versions:
+            raise StoreError(
+                f"{key}: {self.directory / MANIFEST} does not name it: the store was changed from outside; resume from "
+                "the newest checkpoint"
+            )
+        return self._versions[key]
 
     async def _read(
         self, version: _Version, spec: LayerSpec, sections: tuple[str, ...], span: tuple[int, int] | None = None
@@ -227,8 +262,11 @@ class NvmeStore:
             await asyncio.to_thread(self._check, version, spec, section, target, start)
 
         started_s = time.perf_counter()
-        with self._opened(path, write=False, spec=spec) as file:
-            await _all(read_section(row, section) for row, section in enumerate(sections))
+        try:
+            with self._held(version), self._opened(path, write=False, spec=spec) as file:
+                await _all(read_section(row, section) for row, section in enumerate(sections))
+        except OSError as error:
+            raise _unreadable(spec, path, error) from error
         self._busy_s += time.perf_counter() - started_s
         return PackedLayer(spec.index, version.step, "float32", sections, buffer, start)
 
@@ -248,7 +286,11 @@ class NvmeStore:
         """A layer's state where its file has it: the page cache's memory, which the kernel takes back when it must."""
         size = spec.section_bytes("float32")
         shape = (len(version.sections) * size,)
-        data = np.memmap(self.directory / version.file, np.uint8, "r", version.data_start, shape)
+        path = self.directory / version.file
+        try:
+            data = np.memmap(path, np.uint8, "r", version.data_start, shape)
+        except (OSError, ValueError) as error:  # gone; shorter than it was
+            raise _unreadable(spec, path, error) from error
         packed = PackedLayer(spec.index, version.step, "float32", tuple(version.sections), data)
         for section in version.sections:
             self._check(version, spec, section, packed.section(section))
@@ -279,18 +321,20 @@ class NvmeStore:
                 )
                 if packed.stop == spec.numel:
                     file.truncate(len(header) + len(rows) * 4 * spec.numel)
+            others = [span for span in version.spans if span[0] != packed.start]  # a replay writes parts again
+            version.spans = sorted([*others, (packed.start, packed.stop, done[1 + len(rows) :])])
+            if packed.stop == spec.numel:
+                await self._commit_version(spec, key, version, keep)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                raise
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            why = f"the disk has {shutil.disk_usage(self.directory).free} free" if full else error.strerror
+            advice = "free some" if full else "look at the drive and its file system"
             raise StoreError(
-                f"{spec.name}: {path} needs {packed.data.nbytes} bytes and the disk has "
-                f"{shutil.disk_usage(self.directory).free} free: free some, then resume from the newest checkpoint"
+                f"{spec.name}: {path} needs {packed.data.nbytes} bytes and cannot be written: {why}; {advice}, then "
+                "resume from the newest checkpoint",
+                context={"layer": spec.index, "path": str(path)},
             ) from error
-        others = [span for span in version.spans if span[0] != packed.start]  # a replay writes parts again
-        version.spans = sorted([*others, (packed.start, packed.stop, done[1 + len(rows) :])])
         self._written_bytes += packed.data.nbytes
-        if packed.stop == spec.numel:
-            await self._commit_version(spec, key, version, keep)
         self._busy_s += time.perf_counter() - started_s
         return WriteReceipt(spec.index, packed.step, packed.data.nbytes)
 
@@ -308,15 +352,27 @@ class NvmeStore:
 
     def _take_file(self, key: str) -> str:
         """A file to write into, of which nobody knows; one that exists has its blocks on the disk already."""
-        taken = {version.file for version in self._versions.get(key, [])} | self._writing
+        taken = {version.file for version in self._versions.get(key, [])} | self._writing | self._reading.keys()
+        spares = self._spares - self._reading.keys()
         names = (f"{key}.{number}.safetensors" for number in itertools.count())
         name = next(name for name in names if name not in taken)
-        if name in self._spares:
-            self._spares.remove(name)
-        elif self._spares:
-            os.rename(self.directory / self._spares.pop(), self.directory / name)
+        if name not in spares and spares:
+            spare = spares.pop()
+            self._spares.remove(spare)
+            os.rename(self.directory / spare, self.directory / name)
+        self._spares.discard(name)
         self._writing.add(name)
         return name
+
+    @contextlib.contextmanager
+    def _held(self, version: _Version) -> Iterator[None]:
+        """Nobody writes into the file meanwhile, even if it is no longer needed: people look at layers at any time."""
+        self._reading[version.file] += 1
+        try:
+            yield
+        finally:
+            self._reading[version.file] -= 1
+            self._reading += Counter()  # forgets what is at zero
 
     def _put_back(self, name: str) -> None:
         """Nobody needs this file any more."""
@@ -378,6 +434,14 @@ async def _all(works: Iterable[Awaitable[Any]]) -> list[Any]:
 def is_store_file(name: str) -> bool:
     """Whether a file of this name is the store's: its directory may hold files of others."""
     return _FILE.fullmatch(name) is not None
+
+
+def _unreadable(spec: LayerSpec, path: Path, error: OSError | ValueError) -> StoreError:
+    return StoreError(
+        f"{spec.name}: {path} cannot be read: {getattr(error, 'strerror', error)}; look at the drive and its file "
+        "system, then resume from the newest checkpoint",
+        context={"layer": spec.index, "path": str(path)},
+    )
 
 
 def _grads_key(spec: LayerSpec) -> str:

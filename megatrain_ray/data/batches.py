@@ -49,17 +49,6 @@ class MicroBatch:
             return int(np.count_nonzero(self.segment_ids >= 0))
         return self.input_ids.size if self.attention_mask is None else int(self.attention_mask.sum())
 
-    def as_one_row(self) -> MicroBatch:
-        """Packed rows end to end, [1, B * S]: flash attention tells samples apart in one row only."""
-        assert self.position_ids is not None and self.segment_ids is not None
-        return MicroBatch(
-            self.input_ids.reshape(1, -1),
-            self.labels.reshape(1, -1),
-            None,
-            self.position_ids.reshape(1, -1),
-            self.segment_ids.reshape(1, -1),
-        )
-
 
 @dataclass(frozen=True, slots=True)
 class StepBatch:

@@ -7,6 +7,7 @@ Nothing in it depends on ``max_length``, the batch or the seed.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -224,13 +225,7 @@ def _tokenizer_identity(tokenizer: Any) -> str:
 def _build(
     entry: Path, sources: tuple[Source, ...], forms: list[str | None], kind: str, encode: Any, *, quiet: bool
 ) -> None:
-    try:
-        entry.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f"{entry.name}.partial-", dir=entry.parent))
-    except OSError as error:
-        raise DataError(
-            f"{entry.parent}: cannot keep tokens there: {error}; set HF_DATASETS_CACHE to a writable directory"
-        ) from error
+    partial, lock = _partial_directory(entry)
     try:
         if kind == "tokens":
             _write(partial / "tokens.arrow", _token_rows(sources), quiet)
@@ -247,6 +242,36 @@ def _build(
         raise DataError(f"{partial}: cannot write tokens: {error}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+        os.close(lock)
+
+
+def _partial_directory(entry: Path) -> tuple[Path, int]:
+    """A new directory to build an entry in, and the lock that says that it is in use; what dead builders left goes."""
+    root = entry.parent
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with open(root / "lock", "w") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)  # nobody sees a new directory before its own lock is held
+            for left in root.glob("*.partial-*"):
+                _remove_unless_in_use(left)
+            partial = Path(tempfile.mkdtemp(prefix=f"{entry.name}.partial-", dir=root))
+            lock = os.open(partial, os.O_RDONLY)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        return partial, lock
+    except OSError as error:
+        raise DataError(
+            f"{root}: cannot keep tokens there: {error}; set HF_DATASETS_CACHE to a writable directory"
+        ) from error
+
+
+def _remove_unless_in_use(partial: Path) -> None:
+    with contextlib.suppress(OSError):  # in use, or gone
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(partial)
+        finally:
+            os.close(lock)
 
 
 @contextlib.contextmanager

@@ -1,51 +1,22 @@
-"""What a person may ask of a layer's masters and moments: shapes, norms, ranges, a histogram."""
+"""What `megatrain-ray inspect` shows of a layer's masters and moments: shapes, norms, ranges, a histogram."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
-from torch import Tensor
 
 from megatrain_ray.control import NotLiveError, ask
 from megatrain_ray.errors import RunDirectoryError
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.packed import STATE, PackedLayer
-from megatrain_ray.tensors import as_tensor, bind
+from megatrain_ray.observe.layer_facts import describe_state
+from megatrain_ray.packed import STATE
 
-__all__ = ["describe_state", "find_layer", "inspect_run", "render_inspection"]
-
-HISTOGRAM_BINS = 20
-
-
-def describe_state(spec: LayerSpec, state: PackedLayer, tensor: str | None = None) -> dict[str, Any]:
-    """Statistics of a layer's tensors.
-
-    Args:
-        spec: The layer.
-        state: Its masters and, if there are any, moments; fp32.
-        tensor: Only this one.
-
-    Raises:
-        RunDirectoryError: The layer has no such tensor.
-    """
-    names = [each.name for each in spec.tensors]
-    if tensor is not None and tensor not in names:
-        raise RunDirectoryError(f"{spec.name} has no tensor {tensor}; it has {', '.join(names)}")
-    sections = {name: bind(spec, as_tensor(state.section(name), torch.float32)) for name in state.sections}
-    tensors = []
-    for each in spec.tensors:
-        if tensor in (None, each.name):
-            values = sections["master"][each.name]
-            facts = {"name": each.name, "shape": list(each.shape), "dtype": "float32", "weight_decay": each.decay}
-            facts |= _statistics(values) | {"histogram": _histogram(values)}
-            facts |= {name: _statistics(sections[name][each.name]) for name in STATE[1:] if name in sections}
-            tensors.append(facts)
-    return {"layer": spec.name, "index": spec.index, "step": state.step, "tensors": tensors}
+__all__ = ["find_layer", "inspect_run", "render_inspection"]
 
 
 def inspect_run(directory: Path, layer: str, tensor: str | None = None) -> dict[str, Any]:
@@ -70,7 +41,8 @@ def inspect_run(directory: Path, layer: str, tensor: str | None = None) -> dict[
     model = StreamModel.from_config_dir(str(checkpoint.path), trust_remote_code=trusted)
     spec = find_layer(model.layers, layer)
     state = ResumeSource(str(checkpoint.path), model).read_layer(spec)
-    return describe_state(spec, state, tensor) | {"source": str(checkpoint.path)}
+    sections = {name: state.section(name).view(np.float32) for name in state.sections}
+    return describe_state(spec, state.step, sections, tensor) | {"source": str(checkpoint.path)}
 
 
 def render_inspection(facts: dict[str, Any]) -> RenderableType:
@@ -112,26 +84,3 @@ def find_layer(layers: tuple[LayerSpec, ...], layer: str) -> LayerSpec:
     names = [spec.name for spec in layers]
     shown = names if len(names) <= 8 else [*names[:3], "...", *names[-2:]]
     raise RunDirectoryError(f"there is no layer {layer}; there are {', '.join(shown)} (0 to {len(names) - 1})")
-
-
-def _statistics(values: Tensor) -> dict[str, Any]:
-    finite = torch.isfinite(values)
-    return {
-        "norm": float(torch.linalg.vector_norm(values, dtype=torch.float64)),
-        "mean": float(values.mean(dtype=torch.float64)),
-        "min": float(values.min()),
-        "max": float(values.max()),
-        "non_finite": int(values.numel() - finite.sum()),
-    }
-
-
-def _histogram(values: Tensor) -> dict[str, Any]:
-    finite = torch.isfinite(values)
-    finite = values if bool(finite.all()) else values[finite]
-    if not finite.numel():
-        return {"from": 0.0, "to": 0.0, "counts": []}
-    low, high = float(finite.min()), float(finite.max())
-    if low == high:
-        return {"from": low, "to": high, "counts": [finite.numel()]}
-    counts = torch.histc(finite, bins=HISTOGRAM_BINS, min=low, max=high)
-    return {"from": low, "to": high, "counts": [int(count) for count in counts]}

@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import shutil
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -123,6 +124,44 @@ def test_a_layer_takes_one_file_a_generation_and_spares_are_used_again(tmp_path:
     asyncio.run(work())
 
 
+def inodes(directory: Path) -> set[int]:
+    return {path.stat().st_ino for path in directory.glob("*.safetensors")}
+
+
+@pytest.mark.parametrize("generations", [1, 2])
+def test_a_layer_that_is_looked_at_is_not_written_over(
+    tmp_path: Path, generations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, written = threading.Event(), threading.Event()
+    describe = nvme_store.describe_state
+
+    def slowly(*arguments: Any) -> dict[str, Any]:
+        looked.set()
+        assert written.wait(30)
+        return describe(*arguments)
+
+    async def work() -> None:
+        store = make(tmp_path, generations=generations)
+        await store.write(1, packed(1, 1))
+        expected = await store.inspect(1, None)
+        monkeypatch.setattr(nvme_store, "describe_state", slowly)
+        looking = asyncio.ensure_future(store.inspect(1, None))
+        await asyncio.to_thread(looked.wait)
+        for step in range(2, 6):
+            await asyncio.gather(*(store.write(spec.index, packed(spec.index, step)) for spec in LAYERS))
+            assert same(await store.read(1), packed(1, step))
+        written.set()
+        assert await looking == expected and expected["step"] == 1
+        held = inodes(tmp_path)
+        for step in range(6, 16):
+            for spec in LAYERS:
+                await store.write(spec.index, packed(spec.index, step))
+        assert inodes(tmp_path) == held  # the file that was looked at is a spare like any other
+
+    with np.errstate(all="ignore"):  # random bytes are no sensible numbers
+        asyncio.run(work())
+
+
 def test_a_write_that_dies_leaves_the_state_before(tmp_path: Path) -> None:
     async def work() -> None:
         store = make(tmp_path, generations=1)
@@ -204,6 +243,38 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message
     asyncio.run(work())
 
 
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (damage_nothing, "layer-0000: .*manifest.json does not name it"),
+        (lambda path: path.write_text(path.read_text()[:-20]), "manifest.json: is damaged"),
+        (lambda path: path.write_text("[1]"), "manifest.json: is damaged"),
+    ],
+)
+def test_a_manifest_that_was_lost_is_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    """A process that takes over has only the manifest to go by."""
+    asyncio.run(make(tmp_path).write(1, packed(1, 1)))
+    damage(tmp_path / "manifest.json")
+    with pytest.raises(StoreError, match=message):
+        asyncio.run(make(tmp_path).read(1))
+
+
+@pytest.mark.parametrize(("number", "call"), [(errno.EIO, "preadv"), (errno.EROFS, "pwritev")])
+def test_a_drive_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str) -> None:
+    async def work() -> None:
+        store = make(tmp_path)
+        await store.write(1, packed(1, 1))
+
+        def fail(*_: Any) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, call, fail)
+        with pytest.raises(StoreError, match=f"layer-0000: .*{os.strerror(number)}"):
+            await (store.read(1) if call == "preadv" else store.write(1, packed(1, 2)))
+
+    asyncio.run(work())
+
+
 def test_a_full_disk_says_what_is_needed_and_keeps_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def work() -> None:
         store = make(tmp_path, generations=1)
@@ -215,7 +286,7 @@ def test_a_full_disk_says_what_is_needed_and_keeps_the_state(tmp_path: Path, mon
 
             patch.setattr(os, "pwritev", full)
             nbytes = packed(1, 2).data.nbytes
-            with pytest.raises(StoreError, match=f"layer-0000: .* needs {nbytes} bytes and the disk has .* free"):
+            with pytest.raises(StoreError, match=f"layer-0000: .* needs {nbytes} bytes .* the disk has \\d+ free"):
                 await store.write(1, packed(1, 2))
         assert same(await store.read(1), packed(1, 1))
         await store.write(1, packed(1, 2))  # space again

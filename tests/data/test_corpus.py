@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +232,39 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path: Path, tokenizer: Any) ->
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": None}])
     with pytest.raises(DataError, match=r"a\.jsonl:2: field 'text' must be text, got null"):
         load(path, tokenizer)
-    assert list((tmp_path / "cache").iterdir()) == []
+    assert [entry for entry in (tmp_path / "cache").iterdir() if entry.is_dir()] == []
+
+
+SLOW_BUILD = """
+import sys, time
+from megatrain_ray.data import tokens
+from tests.data.makers import load, shared_tokenizer
+
+read = tokens._raw_rows
+tokens._raw_rows = lambda *arguments: (time.sleep(0.1) or row for row in read(*arguments))
+load(sys.argv[1], shared_tokenizer())
+"""
+
+
+def test_what_a_killed_build_leaves_is_removed_by_the_next(tmp_path: Path, tokenizer: Any) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"row {number}"} for number in range(1000)])
+    cache = tmp_path / "cache"
+
+    def partial() -> list[Path]:
+        return list(cache.glob("*.partial-*"))
+
+    builder = subprocess.Popen([sys.executable, "-c", SLOW_BUILD, str(path)], cwd=Path(__file__).parents[2])
+    give_up_s = time.monotonic() + 60
+    while not partial() and time.monotonic() < give_up_s:
+        time.sleep(0.05)
+    other = write_jsonl(tmp_path / "b.jsonl", [{"text": "another"}])
+    load(other, tokenizer)
+    assert len(partial()) == 1, "its builder lives"
+    builder.kill()
+    builder.wait()
+    assert len(partial()) == 1
+    assert load(path, tokenizer).corpus.num_rows == 1000
+    assert partial() == []
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:

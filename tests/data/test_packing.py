@@ -16,6 +16,7 @@ from megatrain_ray.data.packing_gate import check_packing, packed_masks
 from megatrain_ray.errors import ModelError
 from megatrain_ray.gate import LabelledBatch, plain_gradients, streamed_gradients
 from megatrain_ray.model import MicroBatchTensors, StreamModel
+from megatrain_ray.prepare import _needs_packed_masks
 from tests.models import FAMILIES, VOCAB_SIZE, attn_implementation, plain_model
 
 
@@ -54,9 +55,6 @@ def test_a_packed_micro_batch_has_no_target_across_a_boundary() -> None:
     assert batch.segment_ids.tolist() == [[0, 0, 0, 1], [0, 0, -1, -1]]
     assert batch.attention_mask is None
     assert (batch.tokens, batch.target_tokens) == (6, 3)
-    one_row = batch.as_one_row()
-    assert one_row.input_ids.shape == (1, 8)
-    assert (one_row.tokens, one_row.target_tokens) == (6, 3)
 
 
 def _tensors(batch: MicroBatch, way: str, config: Any) -> LabelledBatch:
@@ -121,6 +119,12 @@ class _Averaging(nn.Module):
 class _WithoutPositions(_Averaging):
     def forward(self, input_ids: torch.Tensor, use_cache: bool = True) -> object:  # type: ignore[override]
         return super().forward(input_ids)
+
+
+def test_flash_attention_is_refused() -> None:
+    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    with pytest.raises(ModelError, match=r"data\.packing with attn_implementation flash_attention_2.* use sdpa"):
+        _needs_packed_masks(model, False)  # type: ignore[arg-type]
 
 
 def test_a_model_that_mixes_packed_samples_is_refused() -> None:
