@@ -404,7 +404,7 @@ class Trainer:
             address=self.config.ray.address,
             object_store_bytes=plan.object_store_bytes,
             dashboard=self.config.ray.dashboard,
-            on_note=lambda tier, note: self.tell(f"{tier}: {note}", level=logging.WARNING),
+            on_note=lambda source, note: self.tell(f"{source}: {note}", level=logging.WARNING),
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}

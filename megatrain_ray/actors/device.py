@@ -141,7 +141,7 @@ class CpuDevice:
         return ticket
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array)
+        return torch.from_numpy(array.copy())  # what Ray hands out is read-only
 
     def settle(self) -> None:
         """Every call here ends with its work done."""
@@ -352,7 +352,7 @@ class CudaDevice:
         return staging
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.name, non_blocking=True)
+        return torch.from_numpy(array.copy()).to(self.name, non_blocking=True)
 
     def settle(self) -> None:
         self._copier.submit(lambda: None).result()
