@@ -133,7 +133,7 @@ def _facts_table(data: TrainingData, facts: Preview, evaluation: Corpus | None) 
     if facts.truncated:
         add("truncated", f"{len(facts.truncated):,} to {data.corpus.max_length} tokens (rows {_some(facts.truncated)})")
     if facts.dropped:
-        add("left out", f"{data.corpus.without_targets:,} rows")
+        add("left out", f"{data.corpus.without_targets:,} of {facts.num_rows:,} rows")
     share = facts.targets_per_epoch / facts.tokens_per_epoch
     add(
         "tokens per epoch",
