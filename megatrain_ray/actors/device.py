@@ -73,7 +73,7 @@ class Device(Protocol):
         """The stashed input; kernels launched from now on find it there. The ticket is used up."""
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        """A small array on the device."""
+        """A small array, which may be read-only, on the device."""
 
     def settle(self) -> None:
         """Waits until nothing is under way: an interrupted step's tickets may be dropped after that."""
@@ -141,7 +141,7 @@ class CpuDevice:
         return ticket
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array)
+        return torch.from_numpy(array.copy())
 
     def settle(self) -> None:
         """Every call here ends with its work done."""
@@ -352,7 +352,7 @@ class CudaDevice:
         return staging
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.name, non_blocking=True)
+        return torch.from_numpy(array.copy()).to(self.name, non_blocking=True)
 
     def settle(self) -> None:
         self._copier.submit(lambda: None).result()
