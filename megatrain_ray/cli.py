@@ -227,6 +227,7 @@ def bench(
         config = load_config(config_path) if config_path else measure.default_config(root, placement=placement)
         results = measure.bench_tiers(root, tell=_tell)
         results += measure.bench_step(config, rounds=rounds, tell=_tell)
+        results += measure.bench_saving(config, tell=_tell)
     if as_json:
         print(json.dumps([result.to_json() for result in results], indent=2))
         return

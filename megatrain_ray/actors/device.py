@@ -141,7 +141,7 @@ class CpuDevice:
         return ticket
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array.copy())
+        return torch.from_numpy(array.copy())  # what Ray hands out is read-only
 
     def settle(self) -> None:
         """Every call here ends with its work done."""
