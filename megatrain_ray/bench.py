@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.config import Config
@@ -143,7 +145,7 @@ class _Plain:
 
 
 def bench_step(config: Config, *, rounds: int, tell: Callable[[str], None]) -> list[Comparison]:
-    """Steps through the actors and in memory, in turn.
+    """Steps through the actors and in memory, in turn; the worker's arithmetic, and copies between tiers.
 
     Args:
         config: Of the run; its model must be small enough for memory.
@@ -154,6 +156,7 @@ def bench_step(config: Config, *, rounds: int, tell: Callable[[str], None]) -> l
         device = trainer.device
         plain = _Plain(config, device)
         seconds: dict[str, list[float]] = {"ours": [], "checkpointing": [], "plain": []}
+        rates: dict[str, list[float]] = {"worker": [], "matmul": []}
         steps = trainer.steps()
         for index in range(rounds + 1):
             record = next(steps)
@@ -163,15 +166,104 @@ def bench_step(config: Config, *, rounds: int, tell: Callable[[str], None]) -> l
                 "checkpointing": plain.step(batch, checkpointing=True),
                 "plain": plain.step(batch, checkpointing=False),
             }
-            if index:
+            if index == 0:
+                with FlopCounterMode(display=False) as counter:
+                    plain.step(batch, checkpointing=False)
+            else:
                 for kind, value in measured.items():
                     seconds[kind].append(value)
+                busy_s = record["step_time_s"] * (1 - record["device_idle_fraction"])
+                rates["worker"].append(counter.get_total_flops() / busy_s / 1e9)
+                rates["matmul"].append(_matmul_flops_per_s(config, batch, device) / 1e9)
             tell("  ".join(f"{kind} {value:.2f} s" for kind, value in measured.items()))
+        rows = [_bench_object_store(rounds), *([] if device == "cpu" else _bench_link(device, rounds))]
+        numel = sum(parameter.numel() for parameter in plain.model.parameters())
+        copied, least = record["copied_bytes"] / numel, trainer.minimum_bytes["copied"] / numel
     median = {kind: statistics.median(values) for kind, values in seconds.items()}
     name = f"step, {config.tiers.placement}"
     return [
+        *rows,
+        Comparison(f"copied a parameter and step, {config.tiers.placement}", copied, least, "B", "the least"),
+        Comparison(
+            "arithmetic of a step in the worker",
+            statistics.median(rates["worker"]),
+            statistics.median(rates["matmul"]),
+            "GFLOP/s",
+            "a matrix product of the MLP's size, alone",
+        ),
         Comparison(name, median["ours"], median["checkpointing"], "s", "in-memory PyTorch with gradient checkpointing"),
         Comparison(name, median["ours"], median["plain"], "s", "in-memory PyTorch"),
+    ]
+
+
+def _matmul_flops_per_s(config: Config, batch: StepBatch, device: str) -> float:
+    """Of tokens x hidden x inner in float32, by itself."""
+    model = LlamaConfig.from_pretrained(config.model.name_or_path)
+    a = torch.ones(batch.micro_batches[0].input_ids.size, model.hidden_size, device=device)
+    b = torch.ones(model.hidden_size, model.intermediate_size, device=device)
+    out = a @ b
+    started_s = time.perf_counter()
+    for _ in range(20):
+        torch.mm(a, b, out=out)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return 20 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - started_s)
+
+
+def _bench_object_store(rounds: int, nbytes: int = 32 << 20) -> Comparison:
+    """Values into the object store, whose pages have been used before, as in every step but the first."""
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    ours, theirs = [], []
+    for index in range(2 * rounds + 3):
+        started_s = time.perf_counter()
+        reference = ray.put(source)
+        middle_s = time.perf_counter()
+        np.copyto(target, source)
+        ended_s = time.perf_counter()
+        del reference
+        time.sleep(0.1)  # until its memory is free
+        if index > 2:
+            ours.append(nbytes / (middle_s - started_s) / 1e9)
+            theirs.append(nbytes / (ended_s - middle_s) / 1e9)
+    return Comparison("into the object store", statistics.median(ours), statistics.median(theirs), "GB/s", "memcpy")
+
+
+def _bench_link(device: str, rounds: int, nbytes: int = 256 << 20) -> list[Comparison]:
+    """Weights onto the device and a gradient off it, beside plain copies from and to pinned memory."""
+    from megatrain_ray.actors.device import CudaDevice
+    from megatrain_ray.layout import pack_layer
+    from megatrain_ray.packed import PARAMS, PackedLayer
+
+    spec = pack_layer(1, "layer-0000", [("weight", (nbytes // 4096 // 4, 4096))])
+    packed = PackedLayer(1, 0, "float32", PARAMS, np.ones(nbytes, np.uint8))
+    tier = CudaDevice(device, num_slots=2)
+    p_host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+    p_device = p_host.to(device)
+
+    def load() -> None:
+        ticket = tier.load(packed)
+        tier.weights(ticket)
+        tier.release(ticket)
+
+    actions: dict[str, Callable[[], object]] = {
+        "host to device": load,
+        "plain host to device": lambda: p_device.copy_(p_host, non_blocking=True),
+        "device to host": lambda: tier.collect(tier.offload(tier.gradient(spec), spec)),
+        "plain device to host": lambda: p_host.copy_(p_device, non_blocking=True),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in actions}
+    for index in range(rounds + 1):
+        for name, action in actions.items():
+            torch.cuda.synchronize()
+            started_s = time.perf_counter()
+            action()
+            torch.cuda.synchronize()
+            if index:
+                speeds[name].append(nbytes / (time.perf_counter() - started_s) / 1e9)
+    median = {name: statistics.median(values) for name, values in speeds.items()}
+    return [
+        Comparison(kind, median[kind], median[f"plain {kind}"], "GB/s", "a copy of pinned memory")
+        for kind in ("host to device", "device to host")
     ]
 
 

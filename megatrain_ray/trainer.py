@@ -32,7 +32,7 @@ from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.observe.about import write_about
+from megatrain_ray.observe.about import minimum_bytes, write_about
 from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
 from megatrain_ray.observe.logs import LOGS, DriverLog, Place
@@ -141,6 +141,12 @@ class Trainer:
         """Says something to the person and to the driver's log. From any thread."""
         self._log.write(message, Place(self.step, layer), level=level)
         self._show(message)
+
+    @property
+    def minimum_bytes(self) -> dict[str, int]:
+        """Least bytes that a step must move; see `observe.about.MINIMUM_FORMULA`."""
+        prepared = self._prepared
+        return minimum_bytes(prepared.layers, self._shape.paged, prepared.compute_dtype, self._shape.keep_graph)
 
     def step_batch(self, step: int) -> StepBatch:
         """What a step trains on, from 1."""
@@ -600,7 +606,7 @@ class Trainer:
             "ended_s": ended_s,
             "restarts": {tier: count for tier, count in deaths.items() if count},
             "replay_s": max(min(r.submitted_s for r in records) - started_s, 0.0) if replayed else 0.0,
-            **measure_activity(records, step_time_s, self._pipeline.bytes_of),
+            **measure_activity(records, step_time_s, self._pipeline.bytes_of, on_cpu=self.device == "cpu"),
         }
 
     def _evaluation_is_due(self) -> bool:
