@@ -163,6 +163,7 @@ class GpuWorker:
         self._square_sums: dict[int, Tensor] = {}
         self._offloads: dict[int, Any] = {}
         self._losses: list[Tensor] = []
+        self._uses = 0  # of layers, forward and backward, that are complete
 
     def begin(self, batch: StepBatch, train: bool) -> None:
         """Takes a step's micro-batches, and forgets whatever an interrupted step has left."""
@@ -193,6 +194,7 @@ class GpuWorker:
     @torch.no_grad()
     def forward(self, layer: int) -> None:
         """All micro-batches through ``embed`` (0) or a decoder layer."""
+        self._check_turn(layer, layer)
         keeps = self._train and layer in self._kept
         with self._weights(layer, keep=keeps) as params, self.device.busy():
             for index, micro_batch in enumerate(self._micro_batches):
@@ -209,10 +211,12 @@ class GpuWorker:
                 if self._train:
                     micro_batch.inputs[layer] = self.device.stash(hidden)
                 micro_batch.hidden = self.model.layer_forward(layer, params, hidden, prologue)
+        self._uses += 1
 
     @torch.no_grad()
     def head(self, layer: int) -> None:
         """Loss of every micro-batch and its gradient, logits a chunk at a time."""
+        self._check_turn(layer, layer)
         for read in self.model.head_reads:
             self._sums[read] = _GradientSum(self.model.layers[read], self.device)
         sums = list(self._sums.values())
@@ -239,11 +243,12 @@ class GpuWorker:
                 micro_batch.hidden = grad_rows.view_as(micro_batch.hidden)
             if layer in self._sums:
                 self._finish(layer)
+        self._uses += 1
 
     @torch.no_grad()
     def evaluate(self, layer: int) -> float:
         """Summed loss of every micro-batch's targets, without label smoothing."""
-        del layer
+        self._check_turn(layer, layer)
         with contextlib.ExitStack() as stack:
             params = self._head_weights(stack)
             losses = [
@@ -262,6 +267,7 @@ class GpuWorker:
     @torch.no_grad()
     def backward(self, layer: int) -> None:
         """Gradient of a layer, summed over the micro-batches, and of what entered it."""
+        self._check_turn(layer, 2 * (len(self.model.layers) - 1) - layer)
         if layer not in self._sums:  # tied weights have a sum since the head
             self._sums[layer] = _GradientSum(self.model.layers[layer], self.device)
         gradient_sum = self._sums[layer]
@@ -278,6 +284,7 @@ class GpuWorker:
                 micro_batch.hidden = self.model.backward(graph, grad_hidden, gradient_sum.add)
                 del graph
             self._finish(layer)
+        self._uses += 1
 
     def grads(self, layer: int) -> tuple[PackedLayer, GradInfo]:
         """The fp32 gradient of a layer, on the host."""
@@ -291,6 +298,10 @@ class GpuWorker:
         return PackedLayer(layer, self._step, "float32", GRADS, data), info
 
     # --- internals ------------------------------------------------------------------------------------------------
+
+    def _check_turn(self, layer: int, use: int) -> None:
+        """When a use has failed, as when its weights died with the store, the next ones must not compute on."""
+        assert self._uses == use, f"layer {layer} is use {use} of the step: use {self._uses} is missing"
 
     @contextlib.contextmanager
     def _weights(self, layer: int, *, keep: bool = False) -> Iterator[dict[str, Tensor]]:

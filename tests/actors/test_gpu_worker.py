@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,8 @@ class _InputsElsewhere(CpuDevice):
         return ticket[1]
 
 
-def run_steps(device: Device, *, steps: int, interrupt: bool = False) -> list[bytes]:
-    """Gradients of all layers, in order; the schedule's order, one layer ahead."""
+def make(device: Device) -> tuple[GpuWorker, StepBatch, Callable[[int], None]]:
+    """A worker, a step of three micro-batches, and what loads a layer."""
     config = LlamaConfig(
         num_hidden_layers=4,
         hidden_size=32,
@@ -133,7 +134,13 @@ def run_steps(device: Device, *, steps: int, interrupt: bool = False) -> list[by
     def load(layer: int) -> None:
         worker.load(layer, PackedLayer(layer, 0, "float32", PARAMS, weights[layer]))
 
-    head = len(model.layers) - 1
+    return worker, batch, load
+
+
+def run_steps(device: Device, *, steps: int, interrupt: bool = False) -> list[bytes]:
+    """Gradients of all layers, in order; the schedule's order, one layer ahead."""
+    worker, batch, load = make(device)
+    head = len(worker.model.layers) - 1
     gradients = []
     for step in range(steps):
         worker.begin(batch, True)
@@ -164,6 +171,26 @@ def test_inputs_that_wait_elsewhere_change_nothing() -> None:
 def test_an_interrupted_step_leaves_nothing_behind() -> None:
     clean = run_steps(CpuDevice(), steps=1)
     assert run_steps(_InputsElsewhere(), steps=2, interrupt=True)[-len(clean) :] == clean
+
+
+@pytest.mark.parametrize("failed", [3, 5])
+def test_a_layer_whose_weights_did_not_come_ends_the_step(failed: int) -> None:
+    """A gradient computed without it would look like any other, and an update in place cannot be taken back."""
+    worker, batch, load = make(CpuDevice())
+    worker.begin(batch, True)
+    for layer in range(6):
+        if layer != failed:
+            load(layer)
+    calls = [*((worker.forward, layer) for layer in range(5)), (worker.head, 5)]
+    calls += [(worker.backward, layer) for layer in range(4, -1, -1)]
+    for position, (call, layer) in enumerate(calls):
+        if call == worker.backward:
+            load(layer)
+        if position < failed:
+            call(layer)
+        else:
+            with pytest.raises(IndexError if position == failed else AssertionError):
+                call(layer)
 
 
 @pytest.mark.gpu
