@@ -24,10 +24,11 @@ from megatrain_ray.config import Config
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.layout import takes_weight_decay
+from megatrain_ray.packed import STATE
 from megatrain_ray.prepare import prepare_data
 from megatrain_ray.trainer import Trainer
 
-__all__ = ["Comparison", "bench_data", "bench_step", "bench_tiers", "default_config"]
+__all__ = ["Comparison", "bench_data", "bench_saving", "bench_step", "bench_tiers", "default_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,36 @@ def bench_data(
     ]
 
 
+def bench_saving(config: Config, *, tell: Callable[[str], None], steps: int = 10) -> list[Comparison]:
+    """What a checkpoint adds to the steps that it is written beside, and to memory.
+
+    The steps in which one is written stand between as many without, so that a machine that gets slower counts for both.
+
+    Args:
+        config: Of the run.
+        tell: Called with progress.
+        steps: In which a checkpoint is written once.
+    """
+    training = config.training.model_copy(update={"save_steps": 2 * steps, "save_total_limit": 1})
+    seconds: list[float] = []
+    with Trainer(config.model_copy(update={"training": training}), overwrite=True) as trainer:
+        records = trainer.steps()
+        for part in ("warming up", "without", "with a checkpoint", "without"):
+            started_s = time.perf_counter()
+            last = [next(records) for _ in range(steps)][-1]
+            seconds.append(time.perf_counter() - started_s)
+            tell(f"{steps} steps, {part}: {seconds[-1]:.2f} s")
+            if part == "without" and len(seconds) == 2:
+                before = sum(last["peak_bytes"].values())
+        grown = sum(last["peak_bytes"].values()) - before
+        largest = max(spec.section_bytes("float32") for spec in trainer.layers)
+    what = f"{steps} steps with a checkpoint"
+    return [
+        Comparison(what, seconds[2], (seconds[1] + seconds[3]) / 2, "s", "as many without, before and after"),
+        Comparison(f"{what}: memory", grown / 1e6, 2 * len(STATE) * largest / 1e6, "MB more", "state of two layers"),
+    ]
+
+
 def bench_tiers(directory: Path, *, tell: Callable[[str], None]) -> list[Comparison]:
     """The store beside a raw loop of direct I/O, and AdamW beside a copy of the same memory."""
     return [*_bench_store(directory, tell), _bench_optimizer(tell)]
@@ -215,7 +246,7 @@ def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 5) 
 
     from megatrain_ray.actors.nvme_store import NvmeStore
     from megatrain_ray.layout import pack_layer
-    from megatrain_ray.packed import STATE, PackedLayer
+    from megatrain_ray.packed import PackedLayer
 
     spec = pack_layer(0, "embed", [("weight", (4096, 4096))])
     data = aligned_empty(len(STATE) * spec.section_bytes("float32"))

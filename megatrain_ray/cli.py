@@ -228,13 +228,14 @@ def bench(
     with measure.temporary_directory() as directory:
         root = Path(directory)
         if config_path:
-            plain = ("training.eval_steps=null", "training.save_steps=null", f"training.max_steps={rounds + 1}")
+            plain = ("training.eval_steps=null", "training.save_steps=null", "training.max_steps=10000")
             config = load_config(config_path, (f"training.output_dir={root}/run", *plain))
         else:
             config = measure.default_config(root, placement=placement)
         results = measure.bench_tiers(root, tell=_tell)
         steps = measure.bench_step(config, rounds=rounds, tell=_tell)
         results += steps + measure.bench_data(config, root / "tokens", step_s=steps[0].ours, tell=_tell)
+        results += measure.bench_saving(config, tell=_tell)
     if as_json:
         print(json.dumps([result.to_json() for result in results], indent=2))
         return

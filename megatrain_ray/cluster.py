@@ -11,6 +11,7 @@ import contextlib
 import inspect
 import logging
 import os
+import re
 import signal
 import threading
 import time
@@ -26,6 +27,9 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_free_objects_period_milliseconds", "20")
 # The store is as large as the plan says: being 80% full is no reason to copy values to disk.
 os.environ.setdefault("RAY_object_spilling_threshold", "1.0")
+
+# The plan keeps memory in bounds; Ray's monitor, which kills processes at 95%, is only the last resort.
+os.environ.setdefault("RAY_memory_usage_threshold", "0.98")
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
@@ -48,7 +52,12 @@ START_DEADLINE_S = 180.0
 GPU_PATIENCE_S = 20.0
 """Ray takes a moment to notice that a run before this one has given its GPU back."""
 
+_SESSION_BYTES = len("/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store")
+
 CLASS_NAME = {Tier.STORE: "NvmeStore", Tier.OPTIMIZER: "CpuOptimizer", Tier.WORKER: "GpuWorker"}
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+"""Colors, in Ray's messages."""
 
 _logger = logging.getLogger(__name__)
 
@@ -103,16 +112,18 @@ class ReplacedError(Exception):
 class _TierActor:
     """The remote side of one tier."""
 
-    def __init__(self, build: Callable[[], Any], label: str, logs: Path, tier: str) -> None:
+    label: str
+    """Of the class that `Cluster.start` makes: Ray asks for it even of an actor whose constructor has failed."""
+
+    def __init__(self, build: Callable[[], Any], logs: Path, tier: str) -> None:
         self._memory = PeakWatch()
-        self._label = label
         self._log = ActorLog(logs, tier)
         _logger.info("starts as process %d", os.getpid())
         with _logged("cannot start"):
             self._tier = build()
 
     def __repr__(self) -> str:
-        return self._label
+        return self.label
 
     def pid(self) -> int:
         return os.getpid()
@@ -174,7 +185,7 @@ class Cluster:
         address: Of a running Ray, or None: ``RAY_ADDRESS`` if set (as under ``ray job submit``), else an own instance.
         object_store_bytes: Size of an own instance's object store; required of one that is attached to.
         dashboard: Whether an own instance has the dashboard, on the loopback interface.
-        on_note: Called with a tier and a warning of its process.
+        on_note: Called with a warning, and the tier whose process gave it or ``ray``.
 
     Raises:
         PlanError: The Ray that is attached to has a smaller object store.
@@ -186,7 +197,7 @@ class Cluster:
         address: str | None,
         object_store_bytes: int,
         dashboard: bool,
-        on_note: Callable[[Tier, str], None] = lambda tier, note: None,
+        on_note: Callable[[str, str], None] = lambda source, note: None,
     ) -> None:
         self._handles: dict[Tier, Any] = {}
         self.pids: dict[Tier, int] = {}
@@ -218,7 +229,16 @@ class Cluster:
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address="127.0.0.1",
+                _temp_dir=self._short_temp_dir(),
             )
+
+    def _short_temp_dir(self) -> str | None:
+        """Where Ray keeps its sockets, whose names may have 107 bytes; None: where it would anyway."""
+        wanted = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+        if len(os.fsencode(wanted)) <= 107 - _SESSION_BYTES:
+            return None
+        self._on_note("ray", f"{wanted} is too long for the names of sockets; temporary files go to /tmp/ray")
+        return "/tmp/ray"
 
     def start(self, run: str, specs: Mapping[Tier, TierSpec], logs: Path) -> None:
         """Makes the actors and waits until each has built its tier.
@@ -234,7 +254,8 @@ class Cluster:
         _check_gpus(sum(spec.num_gpus for spec in specs.values()))
         for tier, spec in specs.items():
             base = _AsyncTierActor if tier is Tier.STORE else _TierActor
-            remote_class: Any = ray.remote(type(CLASS_NAME[tier], (base,), {"__module__": __name__}))
+            label = f"{CLASS_NAME[tier]}({run})"
+            remote_class: Any = ray.remote(type(CLASS_NAME[tier], (base,), {"__module__": __name__, "label": label}))
             threads = str(spec.num_threads)
             self._handles[tier] = remote_class.options(
                 name=f"{run}/{tier}",
@@ -244,7 +265,7 @@ class Cluster:
                 max_task_retries=0,  # the pipeline repeats what is safe to repeat
                 # Idle OpenMP threads sleep: spinning ones would take the cores from the other tiers.
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
-            ).remote(spec.build, f"{CLASS_NAME[tier]}({run})", logs, str(tier))
+            ).remote(spec.build, logs, str(tier))
         for tier in specs:
             self.wait_alive(tier)
 
@@ -282,7 +303,7 @@ class Cluster:
                 raise _cause(error) from None
             except RayActorError as error:
                 if "creation" in str(error) or time.monotonic() > give_up_s:
-                    raise ActorLostError(f"{tier} cannot start: {error}") from None
+                    raise ActorLostError(f"{tier} cannot start: {_ANSI.sub('', str(error))}") from None
                 time.sleep(0.1)
 
     def call(

@@ -18,8 +18,8 @@ TENSOR_ALIGN_NUMEL = 64
 LAYER_ALIGN_NUMEL = 1024
 """A layer's length is a multiple of this many elements: 4096 B in fp32, so that sections suit direct I/O."""
 
-PART_NUMEL = 1 << 25
-"""The state of larger layers travels in parts of so many elements (384 MiB): buffers do not grow with the layer."""
+PART_NUMEL = 1 << 26
+"""The state of larger layers travels in parts of so many elements (768 MiB): buffers do not grow with the layer."""
 
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one element of each dtype that a layer buffer may have, by torch's name of the dtype."""
@@ -77,6 +77,11 @@ class LayerSpec:
     def num_parameters(self) -> int:
         """Parameters without padding."""
         return sum(tensor.numel for tensor in self.tensors)
+
+    @property
+    def is_decoder(self) -> bool:
+        """Neither ``embed`` nor ``head``."""
+        return self.name not in ("embed", "head")
 
     @property
     def extents(self) -> tuple[tuple[int, int], ...]:

@@ -45,6 +45,9 @@ SPARE_SHARE = 0.9
 STAGING_BLOCKS, STAGING_BLOCK_BYTES = 4, 8 * MIB
 """The store's aligned blocks: one for each transfer under way, none larger than what is transferred."""
 
+PINNED_BYTES = 128 * MIB
+"""The worker's pinned blocks, through which weights travel to a GPU."""
+
 FREED_BYTES = 8 * MIB
 """Values that are freed, but not gone from the object store yet."""
 
@@ -263,16 +266,24 @@ class _Planner:
         return ((True, False), (False, False), (True, True), (False, True))
 
     def _fewest_paged(self, base: _Choice) -> _Choice:
-        if self._fits_ram(self._plan(base)):
-            return base
-        low, high = 1, len(self._paging_order)
-        while low < high:  # more in the store needs less RAM
-            middle = (low + high) // 2
-            if self._fits_ram(self._plan(replace(base, num_paged=middle))):
-                high = middle
+        """More in the store needs less RAM, nearly in proportion: the next to try is where a line meets the limit."""
+
+        def over(num_paged: int) -> int:
+            return self._plan(replace(base, num_paged=num_paged)).peak_bytes["total_ram"] - self._limits["total_ram"]
+
+        low, high = 0, len(self._paging_order)
+        over_low, over_high = over(low), over(high)
+        if over_low <= 0 or over_high > 0:
+            return base if over_low <= 0 else replace(base, num_paged=high)
+        while high - low > 1:
+            guess = low + -(-over_low * (high - low) // (over_low - over_high))
+            middle = min(max(guess, low + 1), high - 1)
+            over_middle = over(middle)
+            if over_middle <= 0:
+                high, over_high = middle, over_middle
             else:
-                low = middle + 1
-        return replace(base, num_paged=low)
+                low, over_low = middle, over_middle
+        return replace(base, num_paged=high)
 
     def _most_kept(self, choice: _Choice) -> int:
         low, high = choice.keep_graph, len(self.layers) - 2
@@ -394,10 +405,23 @@ class _Planner:
             if self._deferred
             else []
         )
-        step = build_step(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
+        step = build_step(shape, pending=self._deferred, save=self._saves_in_steps).peak_bytes(bytes_of, carried)
         flush = build_flush(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
-        peaks = {"import": build_import(shape).peak_bytes(bytes_of), "step": step, "save": flush}
+        peaks = {"import": self._import_peak, "step": step, "save": flush}
         return {phase: peak + FREED_BYTES for phase, peak in peaks.items()}
+
+    @property
+    def _saves_in_steps(self) -> bool:
+        """Whether a checkpoint is written beside a step; the last one is not."""
+        training = self.config.training
+        every, steps = training.save_steps, training.max_steps
+        return every is not None and (steps is None or every < steps)
+
+    @cached_property
+    def _import_peak(self) -> int:
+        """The same wherever layers go."""
+        shape = self._shape(_Choice())
+        return build_import(shape).peak_bytes(value_bytes(self.layers, self.compute_dtype, shape.part_numel))
 
     def _store(self, shape: StepShape) -> int:
         return STORE_BYTES + self._staging + self._read_buffers(shape)
@@ -437,7 +461,9 @@ class _Planner:
         inputs = hidden * (len(self.layers) - 2 - len(kept))
         # Of equal layers one gradient is summed while the one before leaves; buffers are used again.
         sums = allocated(self._largest(range(1, shape.head))) * min(2, shape.head - 1)
-        sums += sum(allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head))
+        outer = [allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head)]
+        # A GPU's allocator gives the head's buffer to the embedding, unless they are one.
+        sums += sum(outer) if self._on_cpu or shape.embed in self.head_reads else max(outer)
         graphs = micro_batches * sum(cost.layers[index].graph_bytes for index in kept)
         working = max(max(layer.forward_bytes, layer.backward_bytes) for layer in cost.layers)
         # What left the last layer, and the gradient that goes back.
@@ -445,10 +471,12 @@ class _Planner:
         if self._on_cpu:
             return WORKER_BYTES + inputs + work, None
         itemsize = ITEMSIZE[self.compute_dtype]
-        outer = sum(self.layers[index].numel for index in (shape.embed, shape.head))
+        ends = sum(self.layers[index].numel for index in (shape.embed, shape.head))
         decoder = self._largest(range(1, shape.head)) // 4
-        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + outer)
-        staging = slots - itemsize * decoder * len(kept) + sums
+        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + ends)
+        # One gradient leaves while the one before is taken.
+        leaving = sorted(self.layers[index].section_bytes("float32") for index in range(len(self.layers)))[-2:]
+        staging = PINNED_BYTES + sum(leaving)
         on_device = 2 * hidden if choice.offload_inputs else inputs
         host = WORKER_BYTES + CUDA_BYTES + staging + (inputs if choice.offload_inputs else 0)
         return host, CUDA_BYTES + slots + work + on_device

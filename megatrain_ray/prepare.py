@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatrain_ray.checkpoint.describe import describe_saving
 from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.config import Config
 from megatrain_ray.data.chat import resolve_chat_template
@@ -89,6 +88,9 @@ def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None) -
 
 
 def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prepared:
+    # Loads transformers' converters, and through them torch.distributed: seconds that `plan_elsewhere` does not need.
+    from megatrain_ray.checkpoint.describe import describe_saving
+
     wanted = config.model
     device = usable_device(config.tiers.device)
     check_trackers(config)

@@ -16,8 +16,9 @@ runs while the worker still computes what stands before the last one.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from megatrain_ray.layout import PART_NUMEL
 
@@ -84,8 +85,7 @@ UPDATES = frozenset((Op.UPDATE, Op.UPDATE_EMIT, Op.UPDATE_PAGED, Op.UPDATE_PAGED
 COMPUTE = frozenset((Op.FORWARD, Op.HEAD, Op.EVALUATE, Op.BACKWARD))
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Value:
+class Value(NamedTuple):
     """Something in the object store; ``kind``: params, grads, master, state, new_state or snapshot.
 
     Master and state of a large layer travel in parts, numbered by ``part``; 0 is also the whole of another layer.
@@ -99,8 +99,7 @@ class Value:
         return f"{self.kind}[{self.layer}.{self.part}]" if self.part else f"{self.kind}[{self.layer}]"
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One remote call.
 
     Attributes:
@@ -365,7 +364,7 @@ class _Builder:
 
     def free_with_last(self, values: Iterable[Value]) -> None:
         last = self.actions[-1]
-        self.actions[-1] = replace(last, frees=(*last.frees, *values))
+        self.actions[-1] = last._replace(frees=(*last.frees, *values))
 
     def update(self, layer: int, *, emit: bool, after: Iterable[int] = ()) -> int:
         """Reads what is not in RAM, updates, writes back. Returns the position of the last action."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -53,6 +54,7 @@ def tier_builders(
             prepared.device,
             constants,
             plan.worker_threads,
+            plan.slots + plan.shape.keep_graph,
             plan.offload_inputs,
             seed=training.seed,
             keep_graph=plan.shape.keep_graph,
@@ -81,16 +83,19 @@ def _worker(
     device_name: str,
     constants: Mapping[str, Any],
     num_threads: int,
+    num_slots: int,
     offload_inputs: bool,
     **kwargs: Any,
 ) -> Any:
+    # Buffers of many sizes come and go: segments that grow leave no holes between them.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     import torch
 
     from megatrain_ray.actors.device import open_device
     from megatrain_ray.actors.gpu_worker import GpuWorker
 
     torch.set_num_threads(num_threads)
-    device = open_device(device_name, offload_inputs=offload_inputs)
+    device = open_device(device_name, num_slots=num_slots, offload_inputs=offload_inputs)
     model = start.recipe.build(compute_dtype, str(device.name))
     model.load_constants({name: torch.from_numpy(value) for name, value in constants.items()})
     return GpuWorker(model, device, open_source=start.open, **kwargs)

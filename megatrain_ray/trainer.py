@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import get_scheduler
 from megatrain_ray.actors.cpu_optimizer import Hyper, arena_bytes
 from megatrain_ray.actors.gpu_worker import GradInfo
 from megatrain_ray.actors.nvme_store import WriteReceipt
-from megatrain_ray.checkpoint.directory import list_checkpoints, newest_complete
+from megatrain_ray.checkpoint.directory import newest_complete
 from megatrain_ray.checkpoint.resume import export, read_trainer_state
 from megatrain_ray.cluster import Cluster, TierSpec
 from megatrain_ray.config import Config, differences, with_override
@@ -30,6 +31,7 @@ from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
+from megatrain_ray.layout import LayerSpec
 from megatrain_ray.observe.about import write_about
 from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
@@ -110,15 +112,18 @@ class Trainer:
         try:
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
             self._prepared: Prepared = prepare(config, self.run, checkpoint)
+            if checkpoint is not None and "data.path" not in changed:
+                self._check_data(checkpoint)
             self._data = self._prepared.data
             self.total_steps = self._data.total_steps
             self._learning_rate = self._make_schedule()
+            if resume:
+                self.run.cut_after(self.step)
         except BaseException:
             self.run.release()
             raise
         for note in self._prepared.notes:
             self.tell(note, level=logging.WARNING)
-        self._fresh = checkpoint is None
         for dropped in self._data.corpus.dropped:
             self.tell(f"left out: {dropped}")
 
@@ -126,6 +131,11 @@ class Trainer:
     def device(self) -> str:
         """``cpu`` or ``cuda:N``."""
         return self._prepared.device
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The stream, as planned."""
+        return self._prepared.layers
 
     def tell(self, message: str, *, layer: str | None = None, level: int = logging.INFO) -> None:
         """Says something to the person and to the driver's log. From any thread."""
@@ -245,7 +255,7 @@ class Trainer:
             pids=dict(self._cluster.pids) if self._cluster is not None else {},
             restarts=dict(self._cluster.restarts) if self._cluster is not None else {},
             in_flight=self._pipeline.in_flight() if started and hasattr(self, "_pipeline") else [],
-            layer_names=[spec.name for spec in self._prepared.layers],
+            layer_names=[spec.name for spec in self.layers],
             records=self._recent,
             planned_bytes=self._prepared.plan.peak_bytes,
         )
@@ -261,7 +271,7 @@ class Trainer:
             InvalidInput: There is no such layer or tensor.
             TrainingError: The actors have not been started.
         """
-        spec = find_layer(self._prepared.layers, layer)
+        spec = find_layer(self.layers, layer)
         if self._cluster is None or Tier.OPTIMIZER not in self._cluster.pids:
             raise TrainingError("the run is starting: its layers are not there yet")
         tier = Tier.STORE if spec.index in self._shape.paged else Tier.OPTIMIZER
@@ -337,13 +347,10 @@ class Trainer:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def _find_checkpoint(self, allowed: set[str]) -> Path | None:
-        found = newest_complete(self.run.path, deep=True)
-        for other in list_checkpoints(self.run.path):
-            if other.problem is not None:
-                self.tell(f"{other.problem}; {other.path.name} is not used")
+        warn = partial(self.tell, level=logging.WARNING)
+        found = newest_complete(self.run.path, deep=True, on_problem=warn)
         if found is None:
             self.tell(f"no complete checkpoint in {self.run.path}: starting from the beginning")
-            self.run.cut_after(0)
             return None
         path, state = found.path, read_trainer_state(found.path)
         self.step = self._saved = int(state["step"])
@@ -356,9 +363,18 @@ class Trainer:
                 f"{path} was trained with another configuration: {listed}. Give the old values, or name each change "
                 f"that is meant, as in --set {changed[0][0]}={changed[0][2]}"
             )
-        self.run.cut_after(self.step)
         self.tell(f"resuming from {path} (step {self.step})")
         return path
+
+    def _check_data(self, checkpoint: Path) -> None:
+        """The same path may hold other data by now, and so other samples in the steps to come."""
+        trained, found = read_trainer_state(checkpoint).get("data_xxh3_64"), self._prepared.data.corpus.table.checksum
+        if trained is not None and trained != found:
+            path = self.config.data.path
+            raise RunDirectoryError(
+                f"{checkpoint} was trained on other data: the tokens of data.path {path} have checksum {found}, "
+                f"expected {trained}. Restore the file, or say that the change is meant with --set data.path={path}"
+            )
 
     def _start(self) -> None:
         """Starts the actors and brings every layer to its tier."""
@@ -388,7 +404,7 @@ class Trainer:
             address=self.config.ray.address,
             object_store_bytes=plan.object_store_bytes,
             dashboard=self.config.ray.dashboard,
-            on_note=lambda tier, note: self.tell(f"{tier}: {note}", level=logging.WARNING),
+            on_note=lambda source, note: self.tell(f"{source}: {note}", level=logging.WARNING),
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
@@ -501,7 +517,7 @@ class Trainer:
             scale = min(float(training.max_grad_norm or 0.0) / (grad_norm + 1e-6), 1.0)
             self._pending = Hyper(hyper.step, hyper.learning_rate, scale)
         self.step = batch.step
-        write_trace(self.run.path / "trace.json", records, self._prepared.layers, step=self.step)
+        write_trace(self.run.path / "trace.json", records, self.layers, step=self.step)
         return self._record(batch, hyper, loss, grad_norm, records, started_s)
 
     def _run(
@@ -520,7 +536,7 @@ class Trainer:
                 return batch, train
             if op is Op.SAVE:
                 return layer, self._saving
-            span = self._prepared.layers[layer].part(action.part, self._shape.part_numel)
+            span = self.layers[layer].part(action.part, self._shape.part_numel)
             if op is Op.READ_MASTER:  # weights in float32 are masters, and travel as a whole
                 return layer, weights_step, span if self._shape.cast else None
             if op in (Op.READ, Op.IMPORT):
@@ -555,7 +571,7 @@ class Trainer:
         receipts = [record.receipt for record in records]
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
-        arena = arena_bytes(self._prepared.layers, self._prepared.plan.resident)
+        arena = arena_bytes(self.layers, self._prepared.plan.resident)
         self._peaks["driver"] = max(self._peaks.get("driver", 0), private_bytes())
         self._peaks["ray"] = max(self._peaks.get("ray", 0), self._memory.processes_bytes())
         peaks = {name: self._peaks.get(name, 0) for name in ("driver", *map(str, Tier), "ray", "device")}
@@ -617,6 +633,7 @@ class Trainer:
             "step": number,
             "epoch": number / self._data.steps_per_epoch,
             "total_steps": self.total_steps,
+            "data_xxh3_64": self._data.corpus.table.checksum,
             "config": self.config.model_dump(mode="json"),
         }
         path = self._ask_store("finish_save", number, state)

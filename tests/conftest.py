@@ -31,6 +31,7 @@ def ray_instance() -> Iterator[None]:
 
     ray.init(
         num_cpus=1,
+        num_gpus=1,  # on paper: for tests of who gets it
         object_store_memory=400 << 20,
         include_dashboard=False,
         namespace=NAMESPACE,

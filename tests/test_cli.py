@@ -20,13 +20,14 @@ ModelDir = Callable[[str], Path]
 MakeConfig = Callable[..., Any]
 
 
-def start(*arguments: str, cwd: Path) -> subprocess.Popen[str]:
+def start(*arguments: str, cwd: Path, own_group: bool = False) -> subprocess.Popen[str]:
     root = Path(__file__).resolve().parent.parent
     environment = {**os.environ, "PYTHONPATH": str(root)}
     environment.pop("RAY_ADDRESS", None)
     return subprocess.Popen(
         [sys.executable, "-m", "megatrain_ray", *arguments],
         cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=own_group,
     )  # fmt: skip
 
 
@@ -69,22 +70,31 @@ def test_a_token_beyond_the_embedding_is_refused(config_path: Path) -> None:
 
 
 @pytest.mark.ray
-def test_a_local_run_listens_on_the_loopback_interface_only(config_path: Path) -> None:
-    process = start("train", str(config_path), "--set", "training.max_steps=100000", cwd=config_path.parent)
+def test_a_local_run_listens_on_the_loopback_interface_only_and_leaves_no_process(config_path: Path) -> None:
+    process = start(
+        "train", str(config_path), "--set", "training.max_steps=100000", cwd=config_path.parent, own_group=True
+    )
     metrics = config_path.parent / "run" / "metrics.jsonl"
     for _ in range(600):
         time.sleep(0.2)
         if metrics.exists():
             break
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    listening = []
+    listening, thresholds = [], set()
     for member in family:
         with contextlib.suppress(psutil.Error):
             listening += [c.laddr for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN]
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=120)
+            if member.name() == "raylet":
+                thresholds.add(member.environ()["RAY_memory_usage_threshold"])
+    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C: to whatever the terminal runs
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130, err
+    assert list((config_path.parent / "run").glob("checkpoint-*")), err
+    _, left = psutil.wait_procs(family, timeout=30)
+    assert not left
     assert listening
     assert {address.ip for address in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
+    assert thresholds == {"0.98"}  # the memory monitor is set on purpose
 
 
 @pytest.mark.ray

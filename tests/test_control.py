@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -146,16 +147,26 @@ def test_stop_set_and_inspect_in_process(model_dir: ModelDir, make_config: MakeC
 
 
 @pytest.mark.ray
-def test_a_killed_run_is_called_killed(model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path) -> None:
+def test_a_killed_run_is_called_killed_and_leaves_no_process(
+    model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    far = tmp_path / ("deep" * 30)  # longer than the name of a socket may be
+    far.mkdir()
+    monkeypatch.setenv("TMPDIR", str(far))
     path = tmp_path / "run.yaml"
     path.write_text(make_config(model_dir("llama"), training__max_steps=100000).to_yaml())
     process = start("train", str(path), cwd=tmp_path)
     directory = tmp_path / "run"
     try:
         status = wait_for(directory, lambda status: status["eta_s"] is not None)
+        family = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.send_signal(signal.SIGKILL)
-        process.communicate()
+        _, err = process.communicate()
+    assert f"{far} is too long" in err
+    _, left = psutil.wait_procs(family, timeout=10)
+    assert len(family) > len(Tier)
+    assert {each.name() for each in left} <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # these look once a minute
     assert status["eta_s"] > 0 and status["gb_per_s"]["object_store_put"] > 0
     after = read_status(directory)
     assert after["state"] == "killed" and after["step"] > 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import statistics
 import subprocess
 import sys
 import threading
@@ -22,6 +23,7 @@ from transformers import LlamaConfig
 from megatrain_ray.actors.cpu_optimizer import arena_bytes
 from megatrain_ray.config import Config
 from megatrain_ray.observe.memory import private_bytes
+from megatrain_ray.speeds import known_speeds, measure_speeds
 from megatrain_ray.trainer import Trainer
 
 MIB = 1 << 20
@@ -57,7 +59,7 @@ class Case:
             "model": {"name_or_path": str(directory / "model"), "init": "random", "dtype": "float32"},
             "data": {"path": str(directory / "data.jsonl"), "max_length": self.tokens},
             "training": {
-                "output_dir": str(directory / "run"), "max_steps": 4, "save_steps": self.save_steps,
+                "output_dir": str(directory / "run"), "max_steps": 8, "save_steps": self.save_steps,
                 "per_device_train_batch_size": self.rows, "gradient_accumulation_steps": self.micro_batches,
                 "max_grad_norm": self.max_grad_norm,
             },
@@ -98,7 +100,7 @@ def watched() -> Iterator[_Watch]:
     thread.join()
 
 
-def measure(case: Case, directory: Path) -> tuple[dict[str, int], dict[str, int]]:
+def measure(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]]:
     """`run` in a process of its own, with a Ray of its own: nothing of other tests is in its memory."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     facts = json.dumps(dataclasses.asdict(case))
@@ -111,9 +113,12 @@ def measure(case: Case, directory: Path) -> tuple[dict[str, int], dict[str, int]
     return planned, measured
 
 
-def run(case: Case, directory: Path) -> tuple[dict[str, int], dict[str, int]]:
-    """(planned, measured) bytes by tier, of a whole run with its last checkpoint."""
-    with watched() as watch, Trainer(case.config(directory)) as trainer:
+def run(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]]:
+    """(planned, measured) bytes by tier, of a whole run with its last checkpoint, and seconds of a step."""
+    config = case.config(directory)
+    if known_speeds(directory, "cpu") is None:
+        measure_speeds(directory, "cpu")
+    with watched() as watch, Trainer(config) as trainer:
         plan = trainer._prepared.plan
         arena = arena_bytes(trainer._prepared.layers, plan.resident)
         records = list(trainer.steps())
@@ -123,14 +128,20 @@ def run(case: Case, directory: Path) -> tuple[dict[str, int], dict[str, int]]:
     assert object_store is not None
     measured: dict[str, Any] = {**records[-1]["peak_bytes"], "object_store": object_store, "nvme": disk}
     measured["total_ram"] = watch.peak_bytes + object_store + arena
-    return plan.peak_bytes, measured
+    # The first step has no update before it, those after a save write the checkpoint.
+    every = case.save_steps or len(records) + 1
+    plain = [record["step_time_s"] for record in records[1:] if (record["step"] - 1) % every]
+    assert plan.time is not None
+    return {**plan.peak_bytes, "step_s": plan.time.step_s}, {**measured, "step_s": statistics.median(plain)}
 
 
-def show(planned: dict[str, int], measured: dict[str, int]) -> str:
+def show(planned: dict[str, float], measured: dict[str, float]) -> str:
+    units = {"step_s": (1, "s")}
     return "\n".join(
-        f"{tier:14} planned {planned[tier] / MIB:8.1f} MiB, measured {measured[tier] / MIB:8.1f} MiB, ratio "
-        f"{planned[tier] / max(measured[tier], 1):.3f}"
-        for tier in planned
+        f"{what:14} planned {planned[what] / unit:8.2f} {name}, measured {measured[what] / unit:8.2f} {name}, ratio "
+        f"{planned[what] / max(measured[what], 1e-9):.3f}"
+        for what in planned
+        for unit, name in [units.get(what, (MIB, "MiB"))]
     )
 
 

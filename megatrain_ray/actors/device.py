@@ -3,22 +3,24 @@
 On the CPU nothing moves: weights are read where the object store holds them, gradients are handed over where they were
 summed. On CUDA three streams work side by side, and each buffer that is used again is guarded by events::
 
-    h2d_stream       pinned slot -> device slot         waits for compute_done, records params_ready
+    h2d_stream       pinned block -> device slot        waits for compute_done, records params_ready
     compute stream   forward, backward                  waits for params_ready, records compute_done and grads_ready
-    d2h_stream       device gradient -> pinned slot     waits for grads_ready, records grads_done
+    d2h_stream       device gradient -> pinned buffer   waits for grads_ready, records grads_done
 
 Saved layer inputs that wait for backward in host memory travel on the same two side streams.
 
-A thread copies weights from the object store into the pinned slot: the thread that launches kernels never waits for it.
+A thread copies weights from the object store through a few pinned blocks: the thread that launches kernels never waits
+for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import time
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -32,7 +34,10 @@ from megatrain_ray.layout import LayerSpec
 from megatrain_ray.packed import PackedLayer
 from megatrain_ray.tensors import as_tensor
 
-__all__ = ["CpuDevice", "CudaDevice", "Device", "open_device"]
+__all__ = ["PINNED_BLOCKS", "PINNED_BLOCK_BYTES", "CpuDevice", "CudaDevice", "Device", "open_device"]
+
+PINNED_BLOCKS, PINNED_BLOCK_BYTES = 4, 32 << 20
+"""Through which weights travel to the device: one is filled while others are on the link."""
 
 
 class Device(Protocol):
@@ -86,14 +91,15 @@ class Device(Protocol):
 _Extents = tuple[tuple[int, int], ...]
 
 
-def open_device(name: str, *, offload_inputs: bool = False) -> Device:
+def open_device(name: str, *, num_slots: int = 2, offload_inputs: bool = False) -> Device:
     """The device of this name: ``cpu``, ``cuda`` or ``cuda:N``.
 
     Args:
         name: Of the device.
+        num_slots: Device buffers for the weights of layers of one size.
         offload_inputs: Saved layer inputs wait for backward in host memory.
     """
-    return CpuDevice() if name == "cpu" else CudaDevice(name, offload_inputs=offload_inputs)
+    return CpuDevice() if name == "cpu" else CudaDevice(name, num_slots=num_slots, offload_inputs=offload_inputs)
 
 
 class CpuDevice:
@@ -135,7 +141,7 @@ class CpuDevice:
         return ticket
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array)
+        return torch.from_numpy(array.copy())  # what Ray hands out is read-only
 
     def settle(self) -> None:
         """Every call here ends with its work done."""
@@ -201,9 +207,10 @@ class _Load:
 class _Offload:
     """A gradient on its way to the host."""
 
-    def __init__(self, gradient: Tensor, extents: _Extents, staging: _PinnedBuffer) -> None:
+    def __init__(self, gradient: Tensor, spec: LayerSpec, staging: _PinnedBuffer) -> None:
         self.gradient = gradient
-        self.extents = extents
+        self.extents = spec.extents
+        self.again = spec.is_decoder  # the others are needed once a step, one after the other: their memory is shared
         self.staging = staging
         self.grads_done = torch.cuda.Event()
 
@@ -221,34 +228,46 @@ class _Stash:
 class CudaDevice:
     """An NVIDIA GPU."""
 
-    def __init__(self, name: str, *, offload_inputs: bool = False) -> None:
+    def __init__(self, name: str, *, num_slots: int, offload_inputs: bool = False) -> None:
         self.name = torch.device(name)
+        self.num_slots = num_slots
         self.offload_inputs = offload_inputs
         torch.cuda.set_device(self.name)
         self._h2d_stream = torch.cuda.Stream()
         self._d2h_stream = torch.cuda.Stream()
         self._copier = ThreadPoolExecutor(1, "weights-to-pinned")
-        self._slots: dict[int, list[_Slot]] = defaultdict(list)
+        self._pinned_blocks = itertools.cycle([_PinnedBuffer(PINNED_BLOCK_BYTES) for _ in range(PINNED_BLOCKS)])
+        self._slots: dict[int, deque[_Slot]] = defaultdict(deque)  # by size; the one released first comes first
+        self._num_made: Counter[int] = Counter()
         self._gradients: dict[_Extents, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
-        self._staging: dict[int, list[_PinnedBuffer]] = defaultdict(list)
+        self._staging: list[_PinnedBuffer] = []
         self._intervals: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
     def load(self, params: PackedLayer) -> _Load:
         nbytes = params.data.nbytes
-        slot = self._slots[nbytes].pop() if self._slots[nbytes] else _Slot(nbytes, self.name)
-        staging = self._take_staging(nbytes)
-        copy = self._copier.submit(self._copy_to_slot, params, staging, slot)
+        slot = self._take_slot(nbytes)
+        copy = self._copier.submit(self._copy_to_slot, params, slot)
         return _Load(slot, copy, getattr(torch, params.dtype), nbytes)
 
-    def _copy_to_slot(self, params: PackedLayer, staging: _PinnedBuffer, slot: _Slot) -> None:
-        staging.copied.synchronize()  # the slot that it filled last has its bytes
-        staging.p_host.copy_(as_tensor(params.data, torch.uint8))
+    def _take_slot(self, nbytes: int) -> _Slot:
+        """A slot whose layer has been computed; a new one while there may be more; else the one that waits longest."""
+        free = self._slots[nbytes]
+        if free and (free[0].compute_done.query() or self._num_made[nbytes] >= self.num_slots):
+            return free.popleft()
+        self._num_made[nbytes] += 1
+        return _Slot(nbytes, self.name)
+
+    def _copy_to_slot(self, params: PackedLayer, slot: _Slot) -> None:
+        p_host = as_tensor(params.data, torch.uint8)
         with torch.cuda.stream(self._h2d_stream):
             self._h2d_stream.wait_event(slot.compute_done)
-            slot.p_device.copy_(staging.p_host, non_blocking=True)
+            for start in range(0, len(p_host), PINNED_BLOCK_BYTES):
+                block, piece = next(self._pinned_blocks), p_host[start : start + PINNED_BLOCK_BYTES]
+                block.copied.synchronize()  # the device has what it brought last
+                block.p_host[: len(piece)].copy_(piece)
+                slot.p_device[start : start + len(piece)].copy_(block.p_host[: len(piece)], non_blocking=True)
+                block.copied.record()
             slot.params_ready.record()
-            staging.copied.record()
-        self._staging[params.data.nbytes].append(staging)
 
     def weights(self, ticket: _Load) -> Tensor:
         ticket.copy.result()
@@ -267,21 +286,22 @@ class CudaDevice:
         return gradient
 
     def offload(self, gradient: Tensor, spec: LayerSpec) -> _Offload:
-        offload = _Offload(gradient, spec.extents, self._take_staging(gradient.nbytes))
+        offload = _Offload(gradient, spec, self._take_staging(gradient.nbytes))
         grads_ready = torch.cuda.Event()
         grads_ready.record()
         with torch.cuda.stream(self._d2h_stream):
             self._d2h_stream.wait_event(grads_ready)
             offload.staging.copied.synchronize()
-            offload.staging.p_host.copy_(gradient.view(torch.uint8), non_blocking=True)
+            offload.staging.p_host[: gradient.nbytes].copy_(gradient.view(torch.uint8), non_blocking=True)
             offload.grads_done.record()
         return offload
 
     def collect(self, ticket: _Offload) -> NDArray[np.uint8]:
         ticket.grads_done.synchronize()
-        self._gradients[ticket.extents].append((ticket.gradient, ticket.grads_done))
-        self._staging[ticket.gradient.nbytes].append(ticket.staging)
-        return ticket.staging.p_host.numpy()
+        if ticket.again:
+            self._gradients[ticket.extents].append((ticket.gradient, ticket.grads_done))
+        self._staging.append(ticket.staging)
+        return ticket.staging.p_host[: ticket.gradient.nbytes].numpy()
 
     def stash(self, hidden: Tensor) -> _Stash:
         if not self.offload_inputs:
@@ -293,7 +313,8 @@ class CudaDevice:
         with torch.cuda.stream(self._d2h_stream):
             self._d2h_stream.wait_event(ready)
             self._d2h_stream.wait_event(stash.staging.copied)  # what this buffer held last has left it
-            stash.staging.p_host.copy_(hidden.contiguous().view(-1).view(torch.uint8), non_blocking=True)
+            flat = hidden.contiguous().view(-1).view(torch.uint8)
+            stash.staging.p_host[: stash.nbytes].copy_(flat, non_blocking=True)
             stash.staging.copied.record()
             hidden.record_stream(self._d2h_stream)
         return stash
@@ -304,7 +325,7 @@ class CudaDevice:
         with torch.cuda.stream(self._h2d_stream):
             self._h2d_stream.wait_event(ticket.staging.copied)
             hidden = torch.empty(ticket.shape, dtype=ticket.dtype, device=self.name)
-            hidden.view(-1).view(torch.uint8).copy_(ticket.staging.p_host, non_blocking=True)
+            hidden.view(-1).view(torch.uint8).copy_(ticket.staging.p_host[: ticket.nbytes], non_blocking=True)
             ticket.fetched.record()
             ticket.staging.copied.record()
         ticket.hidden = hidden
@@ -317,16 +338,21 @@ class CudaDevice:
         if ticket.staging is not None:
             torch.cuda.current_stream().wait_event(ticket.fetched)
             hidden.record_stream(torch.cuda.current_stream())
-            self._staging[ticket.nbytes].append(ticket.staging)
+            self._staging.append(ticket.staging)
             ticket.staging = None
         return hidden
 
     def _take_staging(self, nbytes: int) -> _PinnedBuffer:
-        free = self._staging[nbytes]
-        return free.pop() if free else _PinnedBuffer(nbytes)
+        """The smallest free buffer that is large enough, unless it is much too large."""
+        fits = [free for free in self._staging if nbytes <= len(free.p_host) <= 2 * nbytes]
+        if not fits:
+            return _PinnedBuffer(nbytes)
+        staging = min(fits, key=lambda free: len(free.p_host))
+        self._staging.remove(staging)
+        return staging
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        return torch.from_numpy(array).to(self.name, non_blocking=True)
+        return torch.from_numpy(array.copy()).to(self.name, non_blocking=True)
 
     def settle(self) -> None:
         self._copier.submit(lambda: None).result()
