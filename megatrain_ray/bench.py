@@ -16,17 +16,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from megatrain_ray.config import Config
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.layout import takes_weight_decay
+from megatrain_ray.packed import STATE
+from megatrain_ray.prepare import prepare_data
 from megatrain_ray.trainer import Trainer
 
-__all__ = ["Comparison", "bench_step", "bench_tiers", "default_config"]
+__all__ = ["Comparison", "bench_data", "bench_saving", "bench_step", "bench_tiers", "default_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,7 @@ class _Plain:
 
 
 def bench_step(config: Config, *, rounds: int, tell: Callable[[str], None]) -> list[Comparison]:
-    """Steps through the actors and in memory, in turn.
+    """Steps through the actors and in memory, in turn; the worker's arithmetic, and copies between tiers.
 
     Args:
         config: Of the run; its model must be small enough for memory.
@@ -152,6 +156,7 @@ def bench_step(config: Config, *, rounds: int, tell: Callable[[str], None]) -> l
         device = trainer.device
         plain = _Plain(config, device)
         seconds: dict[str, list[float]] = {"ours": [], "checkpointing": [], "plain": []}
+        rates: dict[str, list[float]] = {"worker": [], "matmul": []}
         steps = trainer.steps()
         for index in range(rounds + 1):
             record = next(steps)
@@ -161,15 +166,166 @@ def bench_step(config: Config, *, rounds: int, tell: Callable[[str], None]) -> l
                 "checkpointing": plain.step(batch, checkpointing=True),
                 "plain": plain.step(batch, checkpointing=False),
             }
-            if index:
+            if index == 0:
+                with FlopCounterMode(display=False) as counter:
+                    plain.step(batch, checkpointing=False)
+            else:
                 for kind, value in measured.items():
                     seconds[kind].append(value)
+                busy_s = record["step_time_s"] * (1 - record["device_idle_fraction"])
+                rates["worker"].append(counter.get_total_flops() / busy_s / 1e9)
+                rates["matmul"].append(_matmul_flops_per_s(config, batch, device) / 1e9)
             tell("  ".join(f"{kind} {value:.2f} s" for kind, value in measured.items()))
+        rows = [_bench_object_store(rounds), *([] if device == "cpu" else _bench_link(device, rounds))]
+        numel = sum(parameter.numel() for parameter in plain.model.parameters())
+        copied, least = record["copied_bytes"] / numel, trainer.minimum_bytes["copied"] / numel
     median = {kind: statistics.median(values) for kind, values in seconds.items()}
     name = f"step, {config.tiers.placement}"
     return [
+        *rows,
+        Comparison(f"copied a parameter and step, {config.tiers.placement}", copied, least, "B", "the least"),
+        Comparison(
+            "arithmetic of a step in the worker",
+            statistics.median(rates["worker"]),
+            statistics.median(rates["matmul"]),
+            "GFLOP/s",
+            "a matrix product of the MLP's size, alone",
+        ),
         Comparison(name, median["ours"], median["checkpointing"], "s", "in-memory PyTorch with gradient checkpointing"),
         Comparison(name, median["ours"], median["plain"], "s", "in-memory PyTorch"),
+    ]
+
+
+def _matmul_flops_per_s(config: Config, batch: StepBatch, device: str) -> float:
+    """Of tokens x hidden x inner in float32, by itself."""
+    model = LlamaConfig.from_pretrained(config.model.name_or_path)
+    a = torch.ones(batch.micro_batches[0].input_ids.size, model.hidden_size, device=device)
+    b = torch.ones(model.hidden_size, model.intermediate_size, device=device)
+    out = a @ b
+    started_s = time.perf_counter()
+    for _ in range(20):
+        torch.mm(a, b, out=out)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return 20 * 2 * a.numel() * b.shape[1] / (time.perf_counter() - started_s)
+
+
+def _bench_object_store(rounds: int, nbytes: int = 32 << 20) -> Comparison:
+    """Values into the object store, whose pages have been used before, as in every step but the first."""
+    source, target = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
+    ours, theirs = [], []
+    for index in range(2 * rounds + 3):
+        started_s = time.perf_counter()
+        reference = ray.put(source)
+        middle_s = time.perf_counter()
+        np.copyto(target, source)
+        ended_s = time.perf_counter()
+        del reference
+        time.sleep(0.1)  # until its memory is free
+        if index > 2:
+            ours.append(nbytes / (middle_s - started_s) / 1e9)
+            theirs.append(nbytes / (ended_s - middle_s) / 1e9)
+    return Comparison("into the object store", statistics.median(ours), statistics.median(theirs), "GB/s", "memcpy")
+
+
+def _bench_link(device: str, rounds: int, nbytes: int = 256 << 20) -> list[Comparison]:
+    """Weights onto the device and a gradient off it, beside plain copies from and to pinned memory."""
+    from megatrain_ray.actors.device import CudaDevice
+    from megatrain_ray.layout import pack_layer
+    from megatrain_ray.packed import PARAMS, PackedLayer
+
+    spec = pack_layer(1, "layer-0000", [("weight", (nbytes // 4096 // 4, 4096))])
+    packed = PackedLayer(1, 0, "float32", PARAMS, np.ones(nbytes, np.uint8))
+    tier = CudaDevice(device, num_slots=2)
+    p_host = torch.ones(nbytes, dtype=torch.uint8, pin_memory=True)
+    p_device = p_host.to(device)
+
+    def load() -> None:
+        ticket = tier.load(packed)
+        tier.weights(ticket)
+        tier.release(ticket)
+
+    actions: dict[str, Callable[[], object]] = {
+        "host to device": load,
+        "plain host to device": lambda: p_device.copy_(p_host, non_blocking=True),
+        "device to host": lambda: tier.collect(tier.offload(tier.gradient(spec), spec)),
+        "plain device to host": lambda: p_host.copy_(p_device, non_blocking=True),
+    }
+    speeds: dict[str, list[float]] = {name: [] for name in actions}
+    for index in range(rounds + 1):
+        for name, action in actions.items():
+            torch.cuda.synchronize()
+            started_s = time.perf_counter()
+            action()
+            torch.cuda.synchronize()
+            if index:
+                speeds[name].append(nbytes / (time.perf_counter() - started_s) / 1e9)
+    median = {name: statistics.median(values) for name, values in speeds.items()}
+    return [
+        Comparison(kind, median[kind], median[f"plain {kind}"], "GB/s", "a copy of pinned memory")
+        for kind in ("host to device", "device to host")
+    ]
+
+
+def bench_saving(config: Config, *, tell: Callable[[str], None], steps: int = 10) -> list[Comparison]:
+    """What a checkpoint adds to the steps that it is written beside, and to memory.
+
+    The steps in which one is written stand between as many without, so that a machine that gets slower counts for both.
+
+    Args:
+        config: Of the run.
+        tell: Called with progress.
+        steps: In which a checkpoint is written once.
+    """
+    saving = {"save_steps": 2 * steps, "save_total_limit": 1, "max_steps": 4 * steps + 1}
+    training = config.training.model_copy(update=saving)
+    seconds: list[float] = []
+    with Trainer(config.model_copy(update={"training": training}), overwrite=True) as trainer:
+        records = trainer.steps()
+        for part in ("warming up", "without", "with a checkpoint", "without"):
+            started_s = time.perf_counter()
+            last = [next(records) for _ in range(steps)][-1]
+            seconds.append(time.perf_counter() - started_s)
+            tell(f"{steps} steps, {part}: {seconds[-1]:.2f} s")
+            if part == "without" and len(seconds) == 2:
+                before = sum(last["peak_bytes"].values())
+        grown = sum(last["peak_bytes"].values()) - before
+        largest = max(spec.section_bytes("float32") for spec in trainer.layers)
+    what = f"{steps} steps with a checkpoint"
+    return [
+        Comparison(what, seconds[2], (seconds[1] + seconds[3]) / 2, "s", "as many without, before and after"),
+        Comparison(f"{what}: memory", grown / 1e6, 2 * len(STATE) * largest / 1e6, "MB more", "state of two layers"),
+    ]
+
+
+def bench_data(
+    config: Config, directory: Path, *, step_s: float, tell: Callable[[str], None], rounds: int = 3
+) -> list[Comparison]:
+    """Data read and tokenized anew, and batches made from the token cache, beside what training consumes.
+
+    Args:
+        config: Of the run.
+        directory: Where tokens may go.
+        step_s: Seconds of a step.
+        tell: Called with progress.
+        rounds: That count; one more warms up.
+    """
+    tokenized, batched = [], []
+    for index in range(rounds + 1):
+        started_s = time.perf_counter()
+        data, _ = prepare_data(config, str(directory / f"{index}"))
+        made_s = time.perf_counter() - started_s
+        started_s = time.perf_counter()
+        tokens = [data.step_batch(step).tokens for step in range(1, data.steps_per_epoch + 1)]
+        batches_s = time.perf_counter() - started_s
+        if index:
+            tokenized.append(int(data.corpus.table.lengths.sum()) / made_s)
+            batched.append(sum(tokens) / batches_s)
+    consumed = statistics.mean(tokens) / step_s
+    tell(f"data: measured on {sum(tokens):,} tokens")
+    return [
+        Comparison(f"data, {what}", statistics.median(speeds), consumed, "tokens/s", "the step above")
+        for what, speeds in (("read and tokenized", tokenized), ("batches from the token cache", batched))
     ]
 
 
@@ -183,7 +339,7 @@ def _bench_store(directory: Path, tell: Callable[[str], None], rounds: int = 5) 
 
     from megatrain_ray.actors.nvme_store import NvmeStore
     from megatrain_ray.layout import pack_layer
-    from megatrain_ray.packed import STATE, PackedLayer
+    from megatrain_ray.packed import PackedLayer
 
     spec = pack_layer(0, "embed", [("weight", (4096, 4096))])
     data = aligned_empty(len(STATE) * spec.section_bytes("float32"))

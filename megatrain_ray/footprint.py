@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from megatrain_ray.layout import ITEMSIZE
 from megatrain_ray.model import MicroBatchTensors, Prologue, StreamModel
@@ -71,6 +71,8 @@ def _scaled(cost: StepCost, factor: int) -> StepCost:
             forward_bytes=factor * layer.forward_bytes,
             graph_bytes=factor * layer.graph_bytes,
             backward_bytes=factor * layer.backward_bytes,
+            forward_moved=factor * layer.forward_moved,
+            backward_moved=factor * layer.backward_moved,
         )
         for layer in cost.layers
     )
@@ -112,7 +114,7 @@ class _Trace:
         layers = [costs[kind] for kind in _kinds(model)]
         with torch.no_grad(), self._measured(*embed.values(), *_tensors(prologue), hidden) as leaving:
             model.prologue_backward(embed, batch, prologue, torch.empty_like(hidden), lambda name, grad: None)
-        first = LayerCost(entering.peak, 0, leaving.peak, entering.flops, leaving.flops)
+        first = _cost(entering, leaving, 0)
         return StepCost(
             (first, *layers, self._head(hidden, chunk_tokens)),
             hidden_bytes=hidden.nbytes,
@@ -129,7 +131,7 @@ class _Trace:
             graph = self.model.layer_graph(index, params, hidden, prologue)
             graph_bytes = backward.now
             self.model.backward(graph, grad, lambda name, gradient: None)
-        return LayerCost(forward.peak, graph_bytes, backward.peak, forward.flops, backward.flops)
+        return _cost(forward, backward, graph_bytes)
 
     def _head(self, hidden: Tensor, chunk_tokens: int) -> LayerCost:
         params: dict[str, Tensor] = {}
@@ -144,15 +146,14 @@ class _Trace:
                 params, rows, targets, normalizer=1, chunk_tokens=chunk_tokens, sink=lambda name, grad: None
             )
         tokens = self.shape[0] * self.shape[1]
-        # The flops of all tokens, the memory of one chunk (and of the rows of all: input, gradient, their copies).
+        # The work of all tokens, the memory of one chunk (and of the rows of all: input, gradient, their copies).
         whole = 3 * hidden.nbytes
-        return LayerCost(
-            forward.peak + whole,
-            0,
-            backward.peak + whole,
-            forward.flops * tokens // chunk_tokens,
-            backward.flops * tokens // chunk_tokens,
-        )
+        for chunk in (forward, backward):
+            chunk.peak += whole
+            chunk.flops = chunk.flops * tokens // chunk_tokens
+            chunk.moved = chunk.moved * tokens // chunk_tokens
+            chunk.calls = chunk.calls * tokens // chunk_tokens
+        return _cost(forward, backward, 0)
 
     @contextmanager
     def _measured(self, *known: Tensor) -> Iterator[_Storages]:
@@ -165,6 +166,13 @@ class _Trace:
     def _weights(self, index: int) -> dict[str, Tensor]:
         spec = self.model.layers[index]
         return bind(spec, torch.empty(spec.numel, dtype=self.model.dtype))
+
+
+def _cost(forward: _Storages, backward: _Storages, graph_bytes: int) -> LayerCost:
+    return LayerCost(
+        forward.peak, graph_bytes, backward.peak, forward.flops, backward.flops,
+        forward.moved, backward.moved, forward.calls, backward.calls,
+    )  # fmt: skip
 
 
 def _kinds(model: StreamModel) -> list[Any]:
@@ -184,15 +192,18 @@ class _Storages(TorchDispatchMode):
     def __init__(self, known: tuple[Tensor, ...], allocated: Callable[[int], int]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._allocated = allocated
-        self.now = self.peak = self.flops = 0
+        self.now = self.peak = self.flops = self.moved = self.calls = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}
         self._references: dict[int, Any] = {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outcome = function(*args, **(kwargs or {}))
+        self.calls += 1
+        product = function._overloadpacket in _PRODUCTS
         for leaf in tree_leaves(outcome):
             if isinstance(leaf, Tensor):
                 self._see(leaf.untyped_storage())
+                self.moved += 0 if product or function.is_view else leaf.nbytes
         return outcome
 
     def _see(self, storage: Any) -> None:
@@ -227,6 +238,8 @@ _FLOPS: dict[Any, Any] = {
     torch.ops.aten._grouped_mm: _grouped,
 }
 """What torch does not count by itself. As there, causal attention counts as full."""
+
+_PRODUCTS = frozenset((*flop_registry, *_FLOPS))
 
 
 def _estimate(model: StreamModel, dtype: str, tokens: int, chunk_tokens: int) -> StepCost:

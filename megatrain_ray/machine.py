@@ -25,6 +25,7 @@ class Speeds:
         adamw_numel_per_s: Parameters that AdamW updates, with the optimizer's threads.
         float32_flops_per_s, bfloat16_flops_per_s: That the device reaches in a decoder layer, not its data sheet's.
         link_bytes_per_s: Host to device, pinned; None where the device is the host.
+        operator_s: Of calling one of torch's operators, however small.
         call_s: Overhead of one remote call.
         source: Where the figures come from, for messages.
     """
@@ -36,6 +37,7 @@ class Speeds:
     float32_flops_per_s: float = 100e9
     bfloat16_flops_per_s: float = 100e9
     link_bytes_per_s: float | None = None
+    operator_s: float = 0.0
     call_s: float = 0.001
     source: str = "assumed: `megatrain-ray plan` measures this machine"
 

@@ -27,6 +27,7 @@ from megatrain_ray.machine import Speeds, existing_parent
 from megatrain_ray.model import MicroBatchTensors, StreamModel
 from megatrain_ray.packed import GRADS, MASTER, PackedLayer
 from megatrain_ray.tensors import bind
+from megatrain_ray.timing import LayerCost
 
 __all__ = ["known_speeds", "measure_speeds"]
 
@@ -54,7 +55,8 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
         torch.set_num_threads(max(cores // 2, 1))
         adamw, memcpy = _adamw(max(cores // 2, 1)), _memcpy()
         torch.set_num_threads(cores if device == "cpu" else threads)
-        float32, bfloat16 = _layer_flops("float32", device), _layer_flops("bfloat16", device)
+        operator_s = _operator_s(device)
+        float32, bfloat16 = (_layer_flops(dtype, device, operator_s, memcpy) for dtype in ("float32", "bfloat16"))
     finally:
         torch.set_num_threads(threads)
     read, write = _disk(existing_parent(store_dir))
@@ -66,6 +68,7 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
         float32_flops_per_s=float32,
         bfloat16_flops_per_s=bfloat16,
         link_bytes_per_s=None if device == "cpu" else _link(device),
+        operator_s=operator_s,
         source=f"measured on {date.today().isoformat()}",
     )
     path = _cache_path(store_dir, device)
@@ -147,10 +150,24 @@ def _adamw(threads: int, numel: int = 1 << 23) -> float:
         os.close(descriptor)
 
 
-def _layer_flops(dtype: str, device: str) -> float:
-    """Operations a second in forward, recompute and backward of a decoder layer."""
+def _operator_s(device: str) -> float:
+    """Seconds that an operator takes when it has next to nothing to do."""
+    cost, seconds = _layer("float32", device, 64, 4)
+    return seconds / cost.backward_calls
+
+
+def _layer_flops(dtype: str, device: str, operator_s: float, memcpy_bytes_per_s: float) -> float:
+    """Operations a second of the matrix products in forward, recompute and backward of a decoder layer."""
     small = device == "cpu" and dtype == "bfloat16"  # processors without a bfloat16 unit are very slow at it
-    width, tokens = (4096, 4096) if device != "cpu" else (128, 64) if small else (768, 512)
+    cost, seconds = _layer(dtype, device, *((4096, 4096) if device != "cpu" else (128, 64) if small else (768, 512)))
+    if device != "cpu":
+        return cost.backward_flops / seconds
+    others_s = cost.backward_calls * operator_s + cost.backward_moved / memcpy_bytes_per_s
+    return cost.backward_flops / max(seconds - others_s, 0.5 * seconds)
+
+
+def _layer(dtype: str, device: str, width: int, tokens: int) -> tuple[LayerCost, float]:
+    """What a decoder layer costs on a row of ``tokens``, and the seconds that its recompute and backward take."""
     config = LlamaConfig(
         num_hidden_layers=1, hidden_size=width, intermediate_size=width * 8 // 3, vocab_size=64,
         num_attention_heads=max(width // 128, 1), num_key_value_heads=max(width // 128, 1),
@@ -175,7 +192,7 @@ def _layer_flops(dtype: str, device: str) -> float:
             torch.cuda.synchronize(device)
 
     compute()
-    return cost.layers[1].backward_flops / _fastest(compute)
+    return cost.layers[1], _fastest(compute)
 
 
 def _link(device: str) -> float:

@@ -97,5 +97,5 @@ def _worker(
     torch.set_num_threads(num_threads)
     device = open_device(device_name, num_slots=num_slots, offload_inputs=offload_inputs)
     model = start.recipe.build(compute_dtype, str(device.name))
-    model.load_constants({name: torch.from_numpy(value) for name, value in constants.items()})
+    model.load_constants({name: torch.from_numpy(value.copy()) for name, value in constants.items()})
     return GpuWorker(model, device, open_source=start.open, **kwargs)

@@ -38,7 +38,9 @@ class LayerCost:
         forward_bytes: Most memory during forward without a graph; the output is part of it.
         graph_bytes: What the graph keeps from forward to backward.
         backward_bytes: Most memory during recompute and backward, gradients of the weights included.
-        forward_flops, backward_flops: Operations; backward includes the recompute.
+        forward_flops, backward_flops: Of matrix products and attention; backward includes the recompute.
+        forward_moved, backward_moved: Bytes that all other operators write, one pass over memory each.
+        forward_calls, backward_calls: Operators.
     """
 
     forward_bytes: int
@@ -46,6 +48,10 @@ class LayerCost:
     backward_bytes: int
     forward_flops: int
     backward_flops: int
+    forward_moved: int = 0
+    backward_moved: int = 0
+    forward_calls: int = 0
+    backward_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,18 +170,27 @@ class Timing:
         def link_s(nbytes: float) -> float:
             return 0.0 if self.on_cpu or speeds.link_bytes_per_s is None else nbytes / speeds.link_bytes_per_s
 
+        def kernels_s(flops: int, moved: int, calls: int) -> float:
+            launches_s = calls * speeds.operator_s
+            if self.on_cpu:  # one after the other
+                return flops / flops_per_s + copy_s(moved) + launches_s
+            # A GPU's rate is that of whole layers; operators are launched while earlier ones run.
+            return max(flops / flops_per_s, launches_s)
+
         def compute_s(action: Action) -> float:
             cost = self.cost.layers[action.layer]
             op, numel = action.op, shape.numels[action.layer]
+            forward_s = kernels_s(cost.forward_flops, cost.forward_moved, cost.forward_calls)
             if op in (Op.FORWARD, Op.EVALUATE):
                 # The copy of the next layer's weights runs beside the kernels.
-                return max(self.micro_batches * cost.forward_flops / flops_per_s, link_s(numel * itemsize))
-            flops = cost.backward_flops - (cost.forward_flops if action.layer in kept else 0)
+                return max(self.micro_batches * forward_s, link_s(numel * itemsize))
+            backward_s = kernels_s(cost.backward_flops, cost.backward_moved, cost.backward_calls)
+            backward_s -= forward_s if action.layer in kept else 0.0
             # Summing each micro-batch's gradient in fp32, then its norm: passes over memory, on the device.
             passes = (2 * self.micro_batches + 1) * 4 * numel
             sums_s = copy_s(passes) / 2 if self.on_cpu else 0.0
             loads = 0 if action.layer in kept else numel * itemsize
-            return max(self.micro_batches * flops / flops_per_s + sums_s, link_s(loads + 4 * numel))
+            return max(self.micro_batches * backward_s + sums_s, link_s(loads + 4 * numel))
 
         def seconds(action: Action) -> float:
             numel = _moved_numel(action, shape)

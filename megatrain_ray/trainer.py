@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from transformers import get_scheduler
 from megatrain_ray.actors.cpu_optimizer import Hyper, arena_bytes
 from megatrain_ray.actors.gpu_worker import GradInfo
 from megatrain_ray.actors.nvme_store import WriteReceipt
-from megatrain_ray.checkpoint.directory import list_checkpoints, newest_complete
+from megatrain_ray.checkpoint.directory import newest_complete
 from megatrain_ray.checkpoint.resume import export, read_trainer_state
 from megatrain_ray.cluster import Cluster, TierSpec
 from megatrain_ray.config import Config, differences, with_override
@@ -30,7 +31,8 @@ from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
-from megatrain_ray.observe.about import write_about
+from megatrain_ray.layout import LayerSpec
+from megatrain_ray.observe.about import minimum_bytes, write_about
 from megatrain_ray.observe.activity import measure_activity
 from megatrain_ray.observe.inspection import find_layer
 from megatrain_ray.observe.logs import LOGS, DriverLog, Place
@@ -110,15 +112,18 @@ class Trainer:
         try:
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
             self._prepared: Prepared = prepare(config, self.run, checkpoint)
+            self._data = self._prepared.data
+            self.total_steps = self._data.total_steps
+            self._learning_rate = self._make_schedule()
+            if checkpoint is not None and "data.path" not in changed:
+                self._check_data(checkpoint)
+            if resume:
+                self.run.cut_after(self.step)
         except BaseException:
             self.run.release()
             raise
         for note in self._prepared.notes:
             self.tell(note, level=logging.WARNING)
-        self._data = self._prepared.data
-        self.total_steps = self._data.total_steps
-        self._learning_rate = self._make_schedule()
-        self._fresh = checkpoint is None
         for dropped in self._data.corpus.dropped:
             self.tell(f"left out: {dropped}")
 
@@ -127,10 +132,21 @@ class Trainer:
         """``cpu`` or ``cuda:N``."""
         return self._prepared.device
 
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The stream, as planned."""
+        return self._prepared.layers
+
     def tell(self, message: str, *, layer: str | None = None, level: int = logging.INFO) -> None:
         """Says something to the person and to the driver's log. From any thread."""
         self._log.write(message, Place(self.step, layer), level=level)
         self._show(message)
+
+    @property
+    def minimum_bytes(self) -> dict[str, int]:
+        """Least bytes that a step must move; see `observe.about.MINIMUM_FORMULA`."""
+        prepared = self._prepared
+        return minimum_bytes(prepared.layers, self._shape.paged, prepared.compute_dtype, self._shape.keep_graph)
 
     def step_batch(self, step: int) -> StepBatch:
         """What a step trains on, from 1."""
@@ -245,7 +261,7 @@ class Trainer:
             pids=dict(self._cluster.pids) if self._cluster is not None else {},
             restarts=dict(self._cluster.restarts) if self._cluster is not None else {},
             in_flight=self._pipeline.in_flight() if started and hasattr(self, "_pipeline") else [],
-            layer_names=[spec.name for spec in self._prepared.layers],
+            layer_names=[spec.name for spec in self.layers],
             records=self._recent,
             planned_bytes=self._prepared.plan.peak_bytes,
         )
@@ -261,7 +277,7 @@ class Trainer:
             InvalidInput: There is no such layer or tensor.
             TrainingError: The actors have not been started.
         """
-        spec = find_layer(self._prepared.layers, layer)
+        spec = find_layer(self.layers, layer)
         if self._cluster is None or Tier.OPTIMIZER not in self._cluster.pids:
             raise TrainingError("the run is starting: its layers are not there yet")
         tier = Tier.STORE if spec.index in self._shape.paged else Tier.OPTIMIZER
@@ -337,13 +353,10 @@ class Trainer:
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def _find_checkpoint(self, allowed: set[str]) -> Path | None:
-        found = newest_complete(self.run.path, deep=True)
-        for other in list_checkpoints(self.run.path):
-            if other.problem is not None:
-                self.tell(f"{other.problem}; {other.path.name} is not used")
+        warn = partial(self.tell, level=logging.WARNING)
+        found = newest_complete(self.run.path, deep=True, on_problem=warn)
         if found is None:
             self.tell(f"no complete checkpoint in {self.run.path}: starting from the beginning")
-            self.run.cut_after(0)
             return None
         path, state = found.path, read_trainer_state(found.path)
         self.step = self._saved = int(state["step"])
@@ -356,9 +369,18 @@ class Trainer:
                 f"{path} was trained with another configuration: {listed}. Give the old values, or name each change "
                 f"that is meant, as in --set {changed[0][0]}={changed[0][2]}"
             )
-        self.run.cut_after(self.step)
         self.tell(f"resuming from {path} (step {self.step})")
         return path
+
+    def _check_data(self, checkpoint: Path) -> None:
+        """The same path may hold other data by now, and so other samples in the steps to come."""
+        trained, found = read_trainer_state(checkpoint).get("data_xxh3_64"), self._prepared.data.corpus.table.checksum
+        if trained is not None and trained != found:
+            path = self.config.data.path
+            raise RunDirectoryError(
+                f"{checkpoint} was trained on other data: the tokens of data.path {path} have checksum {found}, "
+                f"expected {trained}. Restore the file, or say that the change is meant with --set data.path={path}"
+            )
 
     def _start(self) -> None:
         """Starts the actors and brings every layer to its tier."""
@@ -451,13 +473,21 @@ class Trainer:
         """The learning rate of a step (from 1), by transformers' own scheduler: a function of the step alone."""
         training = self.config.training
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-        scheduler: Any = get_scheduler(
-            training.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=training.warmup(self.total_steps),
-            num_training_steps=self.total_steps,
-            scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-        )
+        try:
+            scheduler: Any = get_scheduler(
+                training.lr_scheduler_type,
+                optimizer,
+                num_warmup_steps=training.warmup(self.total_steps),
+                num_training_steps=self.total_steps,
+                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+            )
+            scheduler.lr_lambdas[0](self.total_steps - 1)
+        except (ValueError, ArithmeticError) as error:
+            raise ConfigError(
+                f"training.lr_scheduler_type: {training.lr_scheduler_type} with learning_rate "
+                f"{training.learning_rate:g}, lr_scheduler_kwargs {training.lr_scheduler_kwargs} and "
+                f"{self.total_steps} steps: {error}"
+            ) from error
         return lambda step: training.learning_rate * float(scheduler.lr_lambdas[0](step - 1))
 
     # --- one step ---------------------------------------------------------------------------------------------------
@@ -493,7 +523,7 @@ class Trainer:
             scale = min(float(training.max_grad_norm or 0.0) / (grad_norm + 1e-6), 1.0)
             self._pending = Hyper(hyper.step, hyper.learning_rate, scale)
         self.step = batch.step
-        write_trace(self.run.path / "trace.json", records, self._prepared.layers, step=self.step)
+        write_trace(self.run.path / "trace.json", records, self.layers, step=self.step)
         return self._record(batch, hyper, loss, grad_norm, records, started_s)
 
     def _run(
@@ -512,7 +542,7 @@ class Trainer:
                 return batch, train
             if op is Op.SAVE:
                 return layer, self._saving
-            span = self._prepared.layers[layer].part(action.part, self._shape.part_numel)
+            span = self.layers[layer].part(action.part, self._shape.part_numel)
             if op is Op.READ_MASTER:  # weights in float32 are masters, and travel as a whole
                 return layer, weights_step, span if self._shape.cast else None
             if op in (Op.READ, Op.IMPORT):
@@ -547,7 +577,7 @@ class Trainer:
         receipts = [record.receipt for record in records]
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
-        arena = arena_bytes(self._prepared.layers, self._prepared.plan.resident)
+        arena = arena_bytes(self.layers, self._prepared.plan.resident)
         self._peaks["driver"] = max(self._peaks.get("driver", 0), private_bytes())
         self._peaks["ray"] = max(self._peaks.get("ray", 0), self._memory.processes_bytes())
         peaks = {name: self._peaks.get(name, 0) for name in ("driver", *map(str, Tier), "ray", "device")}
@@ -576,7 +606,7 @@ class Trainer:
             "ended_s": ended_s,
             "restarts": {tier: count for tier, count in deaths.items() if count},
             "replay_s": max(min(r.submitted_s for r in records) - started_s, 0.0) if replayed else 0.0,
-            **measure_activity(records, step_time_s, self._pipeline.bytes_of),
+            **measure_activity(records, step_time_s, self._pipeline.bytes_of, on_cpu=self.device == "cpu"),
         }
 
     def _evaluation_is_due(self) -> bool:
@@ -609,6 +639,7 @@ class Trainer:
             "step": number,
             "epoch": number / self._data.steps_per_epoch,
             "total_steps": self.total_steps,
+            "data_xxh3_64": self._data.corpus.table.checksum,
             "config": self.config.model_dump(mode="json"),
         }
         path = self._ask_store("finish_save", number, state)

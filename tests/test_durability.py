@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
+import re
+import shutil
 import signal
 import threading
 import time
@@ -148,15 +151,40 @@ def poisoned(cluster: Any) -> Any:
 
 
 def test_a_stopped_actor_is_noticed_named_and_replaced(model_dir: ModelDir, make_config: MakeConfig) -> None:
-    config = make_config(model_dir("llama"), training__max_steps=4, tiers__deadline_s=8)
+    """Each of them in turn, in a step and, the store, where a checkpoint begins."""
+    config = make_config(model_dir("llama"), training__max_steps=7, training__save_steps=6, tiers__deadline_s=8)
     told: list[str] = []
+    stops = {2: Tier.OPTIMIZER, 3: Tier.WORKER, 4: Tier.STORE, 6: Tier.STORE}
     with Trainer(config, overwrite=True, tell=told.append) as trainer:
+        page(trainer, {1, 3})
+        begin_save = trainer._begin_save
+
+        def begin_save_stopped() -> None:
+            os.kill(pids()[Tier.STORE], signal.SIGSTOP)
+            begin_save()
+
+        def pids() -> dict[Tier, int]:
+            assert trainer._cluster is not None
+            return trainer._cluster.pids
+
+        trainer._begin_save = begin_save_stopped  # type: ignore[method-assign]
+        records = []
         for record in trainer.steps():
-            if record["step"] == 2:
-                assert trainer._cluster is not None
-                os.kill(trainer._cluster.pids[Tier.OPTIMIZER], signal.SIGSTOP)
-    message = next(message for message in told if "did not finish" in message)
-    assert ("cpu_optimizer" in message and "8 s" in message and "layer-" in message) or "embed" in message
+            records.append(record)
+            if record["step"] < 5 and record["step"] in stops:
+                os.kill(pids()[stops[record["step"]]], signal.SIGSTOP)
+        restarts = dict(trainer._cluster.restarts) if trainer._cluster is not None else {}
+        stopped = digest(trainer.run.path / "checkpoint-7")
+    for tier in Tier:
+        assert any(re.search(rf"{tier} did not finish within 8 s .* in \w+ of (embed|layer|head)", m) for m in told), (
+            told
+        )
+    assert sum("begin_save gave no answer within 8 s: it was killed" in message for message in told) == 2, told
+    assert all(restarts[tier] >= 1 for tier in Tier)
+    with Trainer(config, overwrite=True) as trainer:
+        page(trainer, {1, 3})
+        assert trace(trainer.steps()) == trace(records)
+        assert digest(trainer.run.path / "checkpoint-7") == stopped
 
 
 def test_resume_equals_uninterrupted(model_dir: ModelDir, make_config: MakeConfig) -> None:
@@ -190,6 +218,52 @@ def test_resume_equals_uninterrupted(model_dir: ModelDir, make_config: MakeConfi
         Trainer(make_config(model_dir("qwen3"), training__max_steps=9, training__learning_rate=0.5), resume=True)
     with pytest.raises(RunDirectoryError, match="--resume"):
         Trainer(whole_config)
+
+
+def test_resume_at_any_step_and_with_other_settings(
+    model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """The schedule goes on wherever a run is resumed; what would change its course is named, and must be meant."""
+    options = {"training__lr_scheduler_type": "cosine", "training__warmup_steps": 3, "training__max_steps": 20}
+    with Trainer(
+        make_config(model_dir("llama"), training__save_steps=1, training__save_total_limit=20, **options)
+    ) as trainer:
+        records = list(trainer.steps())
+        run = trainer.run.path
+    rates = [record["learning_rate"] for record in records]
+    assert rates[:4] == pytest.approx([0, 1e-3 / 3, 2e-3 / 3, 1e-3])
+    assert rates[-1] == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * 16 / 17)))
+
+    def resumed(step: int, *, changed: tuple[str, ...] = (), **changes: Any) -> Trainer:
+        copy = tmp_path / f"from-{step}"
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(run, copy, ignore=lambda _, names: [n for n in names if n.startswith(("checkpoint-", "store"))])
+        shutil.copytree(run / f"checkpoint-{step}", copy / f"checkpoint-{step}")
+        config = make_config(model_dir("llama"), training__output_dir=str(copy), **(options | changes))
+        return Trainer(config, resume=True, changed=changed)
+
+    for step in (2, 3, 4, 10):
+        with resumed(step) as trainer:
+            assert (trainer.step, trainer.total_steps) == (step, 20)
+            assert [trainer._learning_rate(number) for number in range(step + 1, 21)] == rates[step:]
+    with resumed(10) as trainer:
+        assert trace(trainer.steps()) == trace(records)[10:]
+    with pytest.raises(RunDirectoryError, match=r"max_steps was 20 and is 30.* --set training\.max_steps=30"):
+        resumed(10, training__max_steps=30)
+    with pytest.raises(RunDirectoryError, match=r"per_device_train_batch_size was 2 and is 4"):
+        resumed(10, training__per_device_train_batch_size=4)
+    with resumed(10, training__max_steps=30, changed=("training.max_steps",)) as trainer:
+        assert trainer.total_steps == 30
+        assert trainer._learning_rate(11) == pytest.approx(0.5e-3 * (1 + math.cos(math.pi * 7 / 27)))
+    with resumed(10, training__max_steps=8) as trainer:  # fewer than are done
+        assert list(trainer.steps()) == []
+    data = tmp_path / "data.jsonl"
+    before = data.read_text()
+    data.write_text(before.replace(" 56,", " 57,", 1))
+    with pytest.raises(RunDirectoryError, match=r"trained on other data: .*data\.jsonl .* --set data\.path="):
+        resumed(10)
+    assert len((tmp_path / "from-10" / "metrics.jsonl").read_text().splitlines()) == 20, "a refusal drops no records"
+    resumed(10, changed=("data.path",)).shutdown()
 
 
 def test_a_non_finite_norm_never_reaches_the_masters(model_dir: ModelDir, make_config: MakeConfig) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import LlamaConfig, MixtralConfig
 
+from megatrain_ray.config import load_config, with_override
+from megatrain_ray.errors import PlanError
 from megatrain_ray.footprint import measure_cost
 from megatrain_ray.machine_file import load_machine
 from megatrain_ray.model import StreamModel
@@ -89,8 +91,6 @@ def test_shipped_models_have_their_published_size(name: str, parameters: int) ->
 
 def test_a_model_of_over_100_billion_parameters_on_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """By hand: 12 bytes of state a parameter; in RAM as far as it goes, the rest on disk."""
-    from megatrain_ray.config import load_config
-
     monkeypatch.chdir(ROOT)
     config = load_config("examples/configs/mistral-large-123b.yaml")
     machine = load_machine("ray_configs/machines/h200-1.5tb.yaml")
@@ -109,3 +109,17 @@ def test_a_model_of_over_100_billion_parameters_on_another_machine(monkeypatch: 
     least_s = 8 * tokens * 122e9 / machine.speeds.bfloat16_flops_per_s
     assert made.time.busy_s["gpu_worker"] > 0.95 * least_s
     assert json.loads(json.dumps(made.to_json()))["placement"].count("nvme") == len(made.shape.paged)
+
+
+def test_70_billion_parameters_on_a_workstation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers of 10 GB of state travel in parts; where the batch is too large the refusal names one that is not."""
+    monkeypatch.chdir(ROOT)
+    config = load_config("examples/configs/llama-3-70b.yaml")
+    machine = load_machine("ray_configs/machines/rtx4090-64gb.yaml")
+    with pytest.raises(PlanError, match=r"lower training\.gradient_accumulation_steps from 4 to 2"):
+        plan_elsewhere(config, machine)
+    smaller = with_override(config, "training.gradient_accumulation_steps=2")
+    made, layers = plan_elsewhere(smaller, machine)
+    assert made.shape.paged == set(made.shape.trainable)
+    assert made.peak_bytes["cpu_optimizer"] < 3.2e9 + 2 * max(spec.numel for spec in layers)
+    assert 4 * max(spec.numel for spec in layers) > 4e9

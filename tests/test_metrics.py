@@ -127,6 +127,7 @@ def test_a_live_run_is_seen_from_outside(
     moved = [int(value) for name, value in page.data if name == "data-bytes"]
     assert moved[0] == moved[1] == records[-1]["tiers"]["gpu_worker"]["bytes_in"]
     assert moved[3] == moved[4] == records[-1]["tiers"]["gpu_worker"]["bytes_out"]
+    assert moved[-3] == moved[-2] == records[-1]["copied_bytes"]
 
 
 def _samples(text: str, wanted: set[str], step: int) -> dict[str, dict[str, float]]:

@@ -277,6 +277,7 @@ def test_minimum_bytes_by_hand() -> None:
         "device_to_host": 4 * 5 * 1024,
         "nvme_read": 12 * 1024,
         "nvme_write": 12 * 1024,
+        "copied": (2 + 4) * 5 * 1024 + 24 * 1024,
     }
 
 

@@ -17,6 +17,7 @@ from megatrain_ray.schedule import (
     Tier,
     Value,
     build_flush,
+    build_import,
     build_step,
 )
 
@@ -88,6 +89,36 @@ def test_lookahead_bounds_the_object_store() -> None:
         assert build_step(shape, pending=True).peak_bytes(bytes_of) <= depth + 2
     retained = StepShape((1024,) * 42, (41,), prefetch_depth=1)
     assert 41 <= build_step(retained, pending=True).peak_bytes(bytes_of) <= 42
+
+
+@pytest.mark.parametrize("cast", [False, True])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_state_of_a_large_layer_travels_in_parts(cast: bool, deferred: bool) -> None:
+    """However large a layer, no more than a few parts of its state are on their way; its weights leave as a whole."""
+    every = frozenset(range(5))
+    shape = StepShape(
+        (8192, 8192, 8192, 8192, 8192), (4,), every, every if deferred else frozenset(), deferred=deferred,
+        retain_params=not deferred, cast=cast, part_numel=1000,
+    )  # fmt: skip
+    assert shape.parts(0) == range(9)
+    for schedule in (
+        build_step(shape, pending=deferred, save=True),
+        build_flush(shape, pending=True, save=True),
+        build_import(shape),
+    ):
+        for kind in ("state", "new_state", "master"):
+            assert schedule.peak_bytes(lambda value, kind=kind: int(value.kind == kind)) <= 4
+    step = build_step(shape, pending=deferred, save=True)
+    for layer in every:
+        for op in (Op.READ, Op.WRITE):
+            assert [a.part for a in step if a.op is op and a.layer == layer] == list(range(9))
+        updates = [a for a in step if a.op in UPDATES and a.layer == layer]
+        emitted = [Value("params", layer) in a.writes for a in updates]
+        assert emitted == [False] * 8 + [deferred]
+        writes = [i for i, a in enumerate(step) if a.op is Op.WRITE and a.layer == layer]
+        saved = next(i for i, a in enumerate(step) if a.op is Op.SAVE and a.layer == layer)
+        assert set(step[writes[-1]].after) == set(writes[:-1])  # the last part makes the others count
+        assert (writes[-1] in step[saved].after) if deferred else saved < writes[0]
 
 
 def test_evaluation_touches_no_optimizer_state() -> None:

@@ -73,7 +73,7 @@ class Device(Protocol):
         """The stashed input; kernels launched from now on find it there. The ticket is used up."""
 
     def tensor(self, array: NDArray[Any]) -> Tensor:
-        """A small array on the device."""
+        """A small array, which may be read-only, on the device."""
 
     def settle(self) -> None:
         """Waits until nothing is under way: an interrupted step's tickets may be dropped after that."""

@@ -62,12 +62,14 @@ class WriteReceipt:
         step: Of what was written.
         written_bytes: 0 when it was there already.
         read_bytes: From the store's own file, for a checkpoint.
+        copied_bytes: Through aligned blocks, because the source was not aligned.
     """
 
     layer: int
     step: int
     written_bytes: int
     read_bytes: int = 0
+    copied_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -336,7 +338,8 @@ class NvmeStore:
             ) from error
         self._written_bytes += packed.data.nbytes
         self._busy_s += time.perf_counter() - started_s
-        return WriteReceipt(spec.index, packed.step, packed.data.nbytes)
+        copied_bytes = sum(row.nbytes for row in rows if row.ctypes.data % ALIGNMENT)
+        return WriteReceipt(spec.index, packed.step, packed.data.nbytes, copied_bytes=copied_bytes)
 
     async def _commit_version(self, spec: LayerSpec, key: str, version: _Version, keep: int) -> None:
         """Makes a state the newest of its key."""

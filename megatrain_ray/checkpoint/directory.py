@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,17 +49,25 @@ def list_checkpoints(output_dir: str | Path) -> list[Checkpoint]:
     return sorted(found, key=lambda checkpoint: checkpoint.step)
 
 
-def newest_complete(output_dir: str | Path, *, deep: bool = False) -> Checkpoint | None:
+def newest_complete(
+    output_dir: str | Path, *, deep: bool = False, on_problem: Callable[[str], None] = lambda problem: None
+) -> Checkpoint | None:
     """The checkpoint to resume from.
 
     Args:
         output_dir: Of the run.
         deep: Whether to compare checksums too, which reads everything.
+        on_problem: Called with what is wrong with each one that cannot be used.
     """
+    newest = None
     for checkpoint in reversed(list_checkpoints(output_dir)):
-        if checkpoint.problem is None and not (deep and find_problem(checkpoint.path, deep=True)):
-            return checkpoint
-    return None
+        problem = checkpoint.problem
+        if problem is None and newest is None:
+            problem = find_problem(checkpoint.path, deep=True) if deep else None
+            newest = checkpoint if problem is None else None
+        if problem is not None:
+            on_problem(f"{problem}; {checkpoint.path.name} is not used")
+    return newest
 
 
 def find_problem(path: Path, *, deep: bool = False) -> str | None:

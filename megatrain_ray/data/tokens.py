@@ -14,10 +14,12 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -96,6 +98,14 @@ class TokenTable:
             return self._ids[self.starts[entry] : self.starts[entry] + length]
         return self._labels[start : min(stop, start + length)]
 
+    @cached_property
+    def checksum(self) -> str:
+        """xxh3_64 of all tokens, labels and lengths, wherever the files lie."""
+        digest = xxhash.xxh3_64()
+        for column in (self._ids, self._labels):
+            column.add_to(digest)
+        return digest.hexdigest()
+
     def place(self, entry: int) -> str:
         """Where an entry stands, for messages."""
         source: Source = self.sources[self._table.column("source")[entry].as_py()]
@@ -120,6 +130,12 @@ class _FlatColumn:
         lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in chunks]
         self.offsets: Ints = np.concatenate([[0], np.cumsum(np.concatenate([[0], *lengths]).astype(np.int64))[1:]])
         self._chunk_starts = np.cumsum([0, *map(len, self._values)])
+
+    def add_to(self, digest: Any) -> None:
+        """Adds lengths and numbers to a checksum."""
+        digest.update(self.offsets)
+        for values in self._values:
+            digest.update(values)
 
     def __getitem__(self, part: slice) -> Ints:
         start, stop = int(part.start), int(part.stop)

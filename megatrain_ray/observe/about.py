@@ -33,6 +33,7 @@ MINIMUM_FORMULA = {
     "device_to_host": "4 B x all parameters: one fp32 gradient, whatever is accumulated",
     "nvme_read": "12 B x parameters of the layers in the store: master and two moments, fp32",
     "nvme_write": "12 B x parameters of the layers in the store",
+    "copied": "weights and 4 B of gradient x all parameters, 24 B x parameters in the store: each once between tiers",
 }
 """What no schedule can go below when the device holds a few layers at a time; a checkpoint comes on top."""
 
@@ -56,6 +57,7 @@ def minimum_bytes(
         "device_to_host": 4 * sum(numels),
         "nvme_read": state,
         "nvme_write": state,
+        "copied": (ITEMSIZE[compute_dtype] + 4) * sum(numels) + 2 * state,
     }
 
 

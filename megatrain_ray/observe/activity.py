@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from megatrain_ray.actors.nvme_store import WriteReceipt
 from megatrain_ray.pipeline import Record
 from megatrain_ray.schedule import Op, Tier, Value
 
@@ -20,20 +21,23 @@ def time_covered(intervals: Iterable[tuple[float, float]]) -> float:
     return covered
 
 
-def measure_activity(records: Sequence[Record], step_time_s: float, bytes_of: Callable[[Value], int]) -> dict[str, Any]:
-    """Two keys of a metrics record.
+def measure_activity(
+    records: Sequence[Record], step_time_s: float, bytes_of: Callable[[Value], int], *, on_cpu: bool = True
+) -> dict[str, Any]:
+    """Three keys of a metrics record.
 
     Args:
         records: Of one step, in the order of submission.
         step_time_s: Of that step.
         bytes_of: A value in the object store.
+        on_cpu: Weights are used where the object store has them; else pinned blocks bring them to the device.
 
     Returns:
         ``tiers``: for each tier ``busy_s`` (at least one action runs), ``queue_depth`` (mean number of actions that are
         submitted and do not run yet; Little's law), ``bytes_in`` and ``bytes_out`` (values that it took and gave: for
         the worker host to device and device to host, for the store written to and read from files).
         ``prefetch``: ``loads`` of weights and ``hits``, those whose weights were there when the worker was ready for
-        them.
+        them. ``copied_bytes``: between tiers within host memory, into the object store and into blocks for transfers.
     """
     tiers = {}
     for tier in Tier:
@@ -45,7 +49,18 @@ def measure_activity(records: Sequence[Record], step_time_s: float, bytes_of: Ca
             "bytes_in": sum(bytes_of(value) for record in mine for value in record.action.reads),
             "bytes_out": sum(bytes_of(value) for record in mine for value in record.action.writes),
         }
-    return {"tiers": tiers, "prefetch": _prefetch(records)}
+    return {"tiers": tiers, "prefetch": _prefetch(records), "copied_bytes": _copied_bytes(records, bytes_of, on_cpu)}
+
+
+def _copied_bytes(records: Sequence[Record], bytes_of: Callable[[Value], int], on_cpu: bool) -> int:
+    copied = 0
+    for action, receipt in ((record.action, record.receipt) for record in records):
+        copied += receipt.put_bytes
+        if isinstance(receipt.info, WriteReceipt):
+            copied += receipt.info.copied_bytes
+        if action.op is Op.LOAD and not on_cpu:
+            copied += sum(map(bytes_of, action.reads))
+    return copied
 
 
 def _prefetch(records: Sequence[Record]) -> dict[str, int]:

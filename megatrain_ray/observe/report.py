@@ -391,6 +391,7 @@ def _bytes(files: RunFiles) -> list[dict[str, Any]]:
         "device_to_host": worker("bytes_out"),
         "nvme_read": [record["nvme_read_bytes"] for record in files.records if "nvme_read_bytes" in record],
         "nvme_write": [record["nvme_write_bytes"] for record in files.records if "nvme_write_bytes" in record],
+        "copied": [record["copied_bytes"] for record in files.records if "copied_bytes" in record],
     }
     least = files.about.get("minimum_bytes") or {}
     return [
