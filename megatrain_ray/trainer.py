@@ -86,7 +86,7 @@ class Trainer:
         self._show = tell
         self._log = DriverLog()
         self.step = 0
-        self.waiting_for = "nothing yet"
+        self.waiting_for = "Ray and the actors"
         self.state = "starting"
         store = config.tiers.nvme_dir
         self.run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))

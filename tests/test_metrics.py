@@ -54,6 +54,7 @@ def eventually(check: Callable[[], Any], what: str) -> Any:
 def test_the_dashboard_is_one_that_grafana_imports() -> None:
     dashboard = json.loads((CONFIGS / "grafana-dashboard.json").read_text())
     assert dashboard["title"] and dashboard["schemaVersion"] >= 30
+    assert dashboard.get("id") is None and 0 < len(dashboard["uid"]) <= 40  # an id belongs to one Grafana alone
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     cells = [
         (x, y)
@@ -63,8 +64,18 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24  # nothing overlaps
     assert all(names(expression) for expression in expressions())
-    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
-    assert variables == {"datasource", "run"}
+    source = {"type": "prometheus", "uid": "${datasource}"}  # chosen on import, or Grafana's default
+    for panel in dashboard["panels"]:
+        assert panel["type"] in ("timeseries", "stat") and panel["datasource"] == source
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+        assert all(target["datasource"] == source and target["legendFormat"] for target in panel["targets"])
+        assert {"defaults", "overrides"} <= panel["fieldConfig"].keys()
+    datasource, run = dashboard["templating"]["list"]
+    assert (datasource["name"], datasource["type"], datasource["query"]) == ("datasource", "datasource", "prometheus")
+    assert (run["name"], run["type"], run["datasource"], run["allValue"]) == ("run", "query", source, ".*")
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard["panels"])))
+    assert used == {"datasource", "run"}
 
 
 @pytest.mark.ray
