@@ -27,9 +27,10 @@ from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.layout import takes_weight_decay
 from megatrain_ray.packed import STATE
+from megatrain_ray.prepare import prepare_data
 from megatrain_ray.trainer import Trainer
 
-__all__ = ["Comparison", "bench_saving", "bench_step", "bench_tiers", "default_config"]
+__all__ = ["Comparison", "bench_data", "bench_saving", "bench_step", "bench_tiers", "default_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,7 +277,8 @@ def bench_saving(config: Config, *, tell: Callable[[str], None], steps: int = 10
         tell: Called with progress.
         steps: In which a checkpoint is written once.
     """
-    training = config.training.model_copy(update={"save_steps": 2 * steps, "save_total_limit": 1})
+    saving = {"save_steps": 2 * steps, "save_total_limit": 1, "max_steps": 4 * steps + 1}
+    training = config.training.model_copy(update=saving)
     seconds: list[float] = []
     with Trainer(config.model_copy(update={"training": training}), overwrite=True) as trainer:
         records = trainer.steps()
@@ -293,6 +295,37 @@ def bench_saving(config: Config, *, tell: Callable[[str], None], steps: int = 10
     return [
         Comparison(what, seconds[2], (seconds[1] + seconds[3]) / 2, "s", "as many without, before and after"),
         Comparison(f"{what}: memory", grown / 1e6, 2 * len(STATE) * largest / 1e6, "MB more", "state of two layers"),
+    ]
+
+
+def bench_data(
+    config: Config, directory: Path, *, step_s: float, tell: Callable[[str], None], rounds: int = 3
+) -> list[Comparison]:
+    """Data read and tokenized anew, and batches made from the token cache, beside what training consumes.
+
+    Args:
+        config: Of the run.
+        directory: Where tokens may go.
+        step_s: Seconds of a step.
+        tell: Called with progress.
+        rounds: That count; one more warms up.
+    """
+    tokenized, batched = [], []
+    for index in range(rounds + 1):
+        started_s = time.perf_counter()
+        data, _ = prepare_data(config, str(directory / f"{index}"))
+        made_s = time.perf_counter() - started_s
+        started_s = time.perf_counter()
+        tokens = [data.step_batch(step).tokens for step in range(1, data.steps_per_epoch + 1)]
+        batches_s = time.perf_counter() - started_s
+        if index:
+            tokenized.append(int(data.corpus.table.lengths.sum()) / made_s)
+            batched.append(sum(tokens) / batches_s)
+    consumed = statistics.mean(tokens) / step_s
+    tell(f"data: measured on {sum(tokens):,} tokens")
+    return [
+        Comparison(f"data, {what}", statistics.median(speeds), consumed, "tokens/s", "the step above")
+        for what, speeds in (("read and tokenized", tokenized), ("batches from the token cache", batched))
     ]
 
 

@@ -218,15 +218,23 @@ def bench(
     rounds: Annotated[int, typer.Option(min=1, help="Steps of each kind.")] = 5,
     as_json: Annotated[bool, typer.Option("--json", help="For programs.")] = False,
 ) -> None:
-    """Measures a step beside in-memory PyTorch and each tier beside its raw limit: ratios from one run."""
+    """Measures a step beside in-memory PyTorch, each tier beside its raw limit, data beside what a step consumes.
+
+    All are ratios from one run. With CONFIG nothing is written to its output_dir.
+    """
     from megatrain_ray import bench as measure
     from megatrain_ray.config import load_config
 
     with measure.temporary_directory() as directory:
         root = Path(directory)
-        config = load_config(config_path) if config_path else measure.default_config(root, placement=placement)
+        if config_path:
+            plain = ("training.eval_steps=null", "training.save_steps=null", f"training.max_steps={rounds + 1}")
+            config = load_config(config_path, (f"training.output_dir={root}/run", *plain))
+        else:
+            config = measure.default_config(root, placement=placement)
         results = measure.bench_tiers(root, tell=_tell)
-        results += measure.bench_step(config, rounds=rounds, tell=_tell)
+        steps = measure.bench_step(config, rounds=rounds, tell=_tell)
+        results += steps + measure.bench_data(config, root / "tokens", step_s=steps[0].ours, tell=_tell)
         results += measure.bench_saving(config, tell=_tell)
     if as_json:
         print(json.dumps([result.to_json() for result in results], indent=2))
@@ -235,7 +243,11 @@ def bench(
     for result in results:
         unit = result.unit
         table.add_row(
-            result.what, f"{result.ours:.2f} {unit}", f"{result.peer:.2f} {unit}", f"{result.ratio:.2f}", result.against
+            result.what,
+            f"{result.ours:,.2f} {unit}",
+            f"{result.peer:,.2f} {unit}",
+            f"{result.ratio:,.2f}",
+            result.against,
         )
     Console().print(table)
 

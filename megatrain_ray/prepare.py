@@ -214,8 +214,12 @@ def _plan(
     )
 
 
-def prepare_data(config: Config) -> tuple[TrainingData, Corpus | None]:
+def prepare_data(config: Config, cache_dir: str | None = None) -> tuple[TrainingData, Corpus | None]:
     """The data part alone: what a run would train and evaluate on.
+
+    Args:
+        config: Of the run.
+        cache_dir: Of tokens; default: in the cache directory of `datasets`.
 
     Raises:
         InvalidInput: A row or the tokenizer cannot be used.
@@ -225,8 +229,8 @@ def prepare_data(config: Config) -> tuple[TrainingData, Corpus | None]:
     tokenizer = _tokenizer(directory, config)
     rows = model_config.get_text_config().vocab_size
     return (
-        build_training_data(config, tokenizer=tokenizer, vocabulary_rows=rows),
-        build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=rows),
+        build_training_data(config, tokenizer=tokenizer, vocabulary_rows=rows, cache_dir=cache_dir),
+        build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=rows, cache_dir=cache_dir),
     )
 
 

@@ -114,6 +114,9 @@ class Trainer:
         try:
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
             self._prepared: Prepared = prepare(config, self.run, checkpoint)
+            self._data = self._prepared.data
+            self.total_steps = self._data.total_steps
+            self._learning_rate = self._make_schedule()
             if checkpoint is not None and "data.path" not in changed:
                 self._check_data(checkpoint)
             if resume:
@@ -123,9 +126,6 @@ class Trainer:
             raise
         for note in self._prepared.notes:
             self.tell(note, level=logging.WARNING)
-        self._data = self._prepared.data
-        self.total_steps = self._data.total_steps
-        self._learning_rate = self._make_schedule()
         for dropped in self._data.corpus.dropped:
             self.tell(f"left out: {dropped}")
 
@@ -477,13 +477,21 @@ class Trainer:
         """The learning rate of a step (from 1), by transformers' own scheduler: a function of the step alone."""
         training = self.config.training
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-        scheduler: Any = get_scheduler(
-            training.lr_scheduler_type,
-            optimizer,
-            num_warmup_steps=training.warmup(self.total_steps),
-            num_training_steps=self.total_steps,
-            scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-        )
+        try:
+            scheduler: Any = get_scheduler(
+                training.lr_scheduler_type,
+                optimizer,
+                num_warmup_steps=training.warmup(self.total_steps),
+                num_training_steps=self.total_steps,
+                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
+            )
+            scheduler.lr_lambdas[0](self.total_steps - 1)
+        except (ValueError, ArithmeticError) as error:
+            raise ConfigError(
+                f"training.lr_scheduler_type: {training.lr_scheduler_type} with learning_rate "
+                f"{training.learning_rate:g}, lr_scheduler_kwargs {training.lr_scheduler_kwargs} and "
+                f"{self.total_steps} steps: {error}"
+            ) from error
         return lambda step: training.learning_rate * float(scheduler.lr_lambdas[0](step - 1))
 
     # --- one step ---------------------------------------------------------------------------------------------------

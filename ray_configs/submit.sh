@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Submits a training run to the Ray that start.sh has started, follows its log, and exits with its status.
+# Submits a training run to the Ray that start.sh has started and follows its log; exits 0 when the run succeeded.
 # Usage: ray_configs/submit.sh CONFIG [OPTION ...]       (from the folder that holds configuration and data)
 set -euo pipefail
 export RAY_AUTH_MODE=${RAY_AUTH_MODE:-token}

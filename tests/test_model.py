@@ -84,24 +84,6 @@ def test_the_head_reads_a_tied_embedding(tied: bool, reads: tuple[int, ...]) -> 
     assert (model.vocab_size, model.hidden_size) == (997, 66)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "mixtral", "gpt2"])
-def test_packed_rows_equal_separate_samples(family: str) -> None:
-    config = FAMILIES[family]()
-    plain = plain_model(config)
-    model = StreamModel.from_config(config)
-    ids = torch.randint(3, 97, (1, 9), generator=torch.Generator().manual_seed(1))
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
-    labels = ids.clone()
-    labels[0, 4] = -100
-    packed = [LabelledBatch(MicroBatchTensors(ids, position_ids=positions), labels)]
-    separate = [LabelledBatch(MicroBatchTensors(part), part.clone()) for part in (ids[:, :4], ids[:, 4:])]
-    got = streamed_gradients(model, parameters(plain), packed)
-    expected = plain_gradients(plain, separate)
-    assert got[0] == pytest.approx(expected[0], rel=1e-6)
-    for name, grad in expected[1].items():
-        torch.testing.assert_close(got[1][name], grad, rtol=1e-4, atol=1e-6)
-
-
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gpt_oss"])
 def test_bfloat16_computes_what_the_bfloat16_model_does(family: str) -> None:
     config = FAMILIES[family]()

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, LlamaConfig, get_scheduler
 
 from megatrain_ray.checkpoint.resume import export
-from megatrain_ray.errors import DataError, ModelError
+from megatrain_ray.config import SCHEDULERS
+from megatrain_ray.errors import ConfigError, DataError, ModelError
 from megatrain_ray.trainer import Trainer
 from tests.conftest import write_tokens
 from tests.data.makers import CHATML, byte_tokenizer, chat, write_jsonl
@@ -244,6 +245,55 @@ def test_length_groups_train_on_the_same_samples_with_less_padding(
         samples[grouped] = sorted(sample for batch in batches for sample in batch.samples)
     assert samples[True] == samples[False] == list(range(14))
     assert padding[True] < padding[False]
+
+
+SCHEDULER_KWARGS: dict[str, dict[str, Any]] = {
+    "cosine_with_restarts": {"num_cycles": 3},
+    "cosine_with_min_lr": {"min_lr": 2e-4},
+    "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1, "warmup_lr_rate": 0.05},
+    "inverse_sqrt": {"timescale": 5},
+    "polynomial": {"power": 2, "lr_end": 1e-5},
+    "warmup_stable_decay": {"num_decay_steps": 4, "decay_type": "cosine"},
+}
+
+
+def test_every_scheduler_is_transformers(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    base = make_config(model_dir("llama"), training__max_steps=12, training__warmup_steps=0.25)
+    with Trainer(base) as trainer:
+        for kind in SCHEDULERS:
+            kwargs = SCHEDULER_KWARGS.get(kind, {})
+            chosen = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": kwargs}
+            trainer.config = base.model_copy(update={"training": base.training.model_copy(update=chosen)})
+            optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))], lr=base.training.learning_rate)
+            scheduler: Any = get_scheduler(kind, optimizer, 3, 12, scheduler_specific_kwargs=kwargs)
+            expected = []
+            for _ in range(12):
+                expected.append(scheduler.get_last_lr()[0])
+                optimizer.step()
+                scheduler.step()
+            learning_rate = trainer._make_schedule()
+            assert [learning_rate(step) for step in range(1, 13)] == pytest.approx(expected, rel=1e-12), kind
+            assert len(set(expected)) > (0 if kind == "constant" else 3)
+
+
+@pytest.mark.parametrize(
+    ("kind", "kwargs", "rate"),
+    [("polynomial", {}, 1e-8), ("cosine_with_min_lr", {"min_lr": 1e-5}, 0), ("inverse_sqrt", {"timescale": 0}, 1e-3)],
+)
+def test_a_scheduler_that_cannot_be_is_refused(
+    kind: str, kwargs: dict[str, Any], rate: float, model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=rf"training\.lr_scheduler_type: {kind} with learning_rate {rate:g}"):
+        Trainer(
+            make_config(
+                model_dir("llama"),
+                training__lr_scheduler_type=kind,
+                training__lr_scheduler_kwargs=kwargs,
+                training__learning_rate=rate,
+                training__warmup_steps=0,
+            )
+        )
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.fixture

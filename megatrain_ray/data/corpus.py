@@ -124,7 +124,9 @@ class Corpus:
 
     def full_lengths(self) -> Ints:
         """Tokens of each sample before it was cut to ``max_length``; of each document of running text."""
-        lengths = self.table.lengths if self._entries is None else self.table.lengths[self._entries]
+        if self._entries is not None:
+            return self.table.lengths[self._entries]
+        lengths = np.bincount(self.table.row, self.table.lengths).astype(np.int64)  # of all pieces of a document
         return lengths[lengths > 0]
 
     @property

@@ -66,6 +66,9 @@ def detect_format(row: Row) -> str:
         return "alpaca"
     if "text" in fields:
         return "text"
+    for field in ("messages", "conversations"):
+        if field in fields:
+            raise DataError(f"{row.place}: field {field!r} must be a list, got {_kind(fields[field])}")
     raise DataError(
         f"{row.place}: cannot tell the format from the fields {', '.join(map(repr, fields)) or '(none)'}; expected "
         "'input_ids', 'messages', 'conversations', 'instruction' and 'output', or 'text'; or set data.format"
@@ -153,8 +156,8 @@ def _turns(row: Row) -> Conversation:
     """``messages`` and ``sharegpt``: the same list under other names."""
     fields = row.values
     field = "messages" if fields.get("messages") is not None else "conversations"
-    if field not in fields:
-        raise DataError(f"{row.place}: field 'messages' (or 'conversations') is missing")
+    if fields.get(field) is None:
+        raise DataError(f"{row.place}: field 'messages' (or 'conversations') is missing or null; it must be a list")
     messages: list[Message] = []
     _add_system(messages, fields, row.place)
     for index, entry in enumerate(_list(fields[field], field, row.place)):

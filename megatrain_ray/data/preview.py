@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,9 @@ _BINS = 10
 _BAR_WIDTH = 40
 _SHOWN_CHARS = 4000
 """Of a sample; the middle of a longer one is left out."""
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+"""What would steer the terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +133,7 @@ def _facts_table(data: TrainingData, facts: Preview, evaluation: Corpus | None) 
     if facts.truncated:
         add("truncated", f"{len(facts.truncated):,} to {data.corpus.max_length} tokens (rows {_some(facts.truncated)})")
     if facts.dropped:
-        add("left out", f"{data.corpus.without_targets:,} rows")
+        add("left out", f"{data.corpus.without_targets:,} of {facts.num_rows:,} rows")
     share = facts.targets_per_epoch / facts.tokens_per_epoch
     add(
         "tokens per epoch",
@@ -190,4 +194,5 @@ def _sample(data: TrainingData, index: int) -> Text:
 def _decode(ids: list[int], tokenizer: Any) -> str:
     if tokenizer is None:
         return " ".join(map(str, ids)) + " "
-    return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    text = str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)

@@ -95,10 +95,11 @@ def _open(name: str) -> list[Source]:
     if path.is_dir():
         return _directory(path)
     if path.is_file():
-        if path.suffix not in _READERS:
+        kind = _kind_of(path)
+        if kind is None:
             raise DataError(f"{path}: unknown kind of file; expected one of {', '.join(_READERS)}")
-        return [Source(str(path), _READERS[path.suffix])]
-    if _HUB_ID.fullmatch(name) and path.suffix not in _READERS:
+        return [Source(str(path), kind)]
+    if _HUB_ID.fullmatch(name) and _kind_of(path) is None:
         return [_from_hub(name)]
     raise DataError(f"{path}: no such data file")
 
@@ -111,10 +112,14 @@ def _directory(path: Path) -> list[Source]:
             return [Source(str(path), "dataset", _train_split(str(path), datasets.load_from_disk(str(path))))]
         except (OSError, ValueError) as error:
             raise DataError(f"{path}: not a directory that `datasets` saved: {_first_line(error)}") from error
-    files = sorted(file for file in path.rglob("*") if file.suffix in _READERS and file.is_file())
+    files = [(file, kind) for file in sorted(path.rglob("*")) if (kind := _kind_of(file)) and file.is_file()]
     if not files:
         raise DataError(f"{path}: neither saved by `datasets` nor holding {', '.join(_READERS)} files")
-    return [Source(str(file), _READERS[file.suffix]) for file in files]
+    return [Source(str(file), kind) for file, kind in files]
+
+
+def _kind_of(path: Path) -> str | None:
+    return _READERS.get(path.suffix.lower())
 
 
 def _from_hub(name: str) -> Source:
@@ -168,7 +173,7 @@ def _parse(line: str, place: str) -> Any:
     try:
         return json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: not valid JSON ({error}); is the line cut off?") from error
+        raise DataError(f"{place}: not valid JSON ({error}); expected one object a line: is it cut off?") from error
 
 
 def _json(source: Source) -> Iterator[Row]:

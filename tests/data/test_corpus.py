@@ -71,6 +71,7 @@ def test_a_text_in_pieces_has_the_tokens_of_the_whole(
     pieces = load(tmp_path / "b.txt", byte_tokenizer(adds_bos=True), data={"max_length": 1000})
     assert pieces.corpus.table.starts.size == 10
     assert pieces.corpus.num_rows == whole.corpus.num_rows == 1
+    assert pieces.corpus.full_lengths().tolist() == whole.corpus.full_lengths().tolist() == [len(text) + 2]
     assert texts(pieces) == texts(whole) == ["<s>" + text + "<|im_end|>"]
 
 

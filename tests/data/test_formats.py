@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,12 @@ def test_detection(fields: dict[str, Any], expected: str) -> None:
 def test_unknown_fields_are_listed() -> None:
     with pytest.raises(DataError, match=r"data\.jsonl:7: cannot tell the format from the fields 'question', 'label'"):
         detect_format(row(question="a", label=1))
+
+
+@pytest.mark.parametrize(("value", "got"), [(None, "null"), ("[]", '"[]" (text)')])
+def test_messages_that_are_no_list_are_named(value: Any, got: str) -> None:
+    with pytest.raises(DataError, match=re.escape(f"data.jsonl:7: field 'messages' must be a list, got {got}")):
+        detect_format(row(messages=value, id=3))
 
 
 def test_alpaca() -> None:
@@ -163,7 +170,8 @@ def test_values_of_the_wrong_type_are_errors(form: str, field: str, make: Any, v
         ("alpaca", {"output": "a"}, "field 'instruction' is missing"),
         ("alpaca", {"instruction": "a", "output": "b", "input": 3}, "field 'input' must be text, got 3"),
         ("alpaca", {"instruction": "a", "output": "b", "history": [["x"]]}, "field 'history[0]' must be a pair"),
-        ("messages", {"text": "a"}, "field 'messages' (or 'conversations') is missing"),
+        ("messages", {"text": "a"}, "field 'messages' (or 'conversations') is missing or null"),
+        ("messages", {"messages": None}, "field 'messages' (or 'conversations') is missing or null"),
         ("messages", {"messages": {"role": "user"}}, "field 'messages' must be a list"),
         ("messages", {"messages": ["hi"]}, "field 'messages[0]' must be an object"),
         ("messages", {"messages": [USER, ANSWER], "tools": "[{"}, "field 'tools' is not valid JSON"),

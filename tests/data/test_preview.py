@@ -56,6 +56,11 @@ def test_segments_alternate_between_context_and_targets(tmp_path: Path) -> None:
     ]
 
 
+def test_data_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    data = load(write_jsonl(tmp_path / "a.jsonl", [{"text": "a\x1b[2J\tb\nc\x07"}]), shared_tokenizer())
+    assert [one.text for one in segments_of(data.corpus, 0, data.tokenizer)] == ["a", "\\x1b[2J\tb\nc\\x07<|im_end|>"]
+
+
 def test_the_print_names_rows_and_colours_targets(tmp_path: Path) -> None:
     data = make(tmp_path)
     text = printed(data)

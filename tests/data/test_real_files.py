@@ -12,8 +12,6 @@ import pytest
 from megatrain_ray.data.preview import describe
 from tests.data.makers import load, shared_tokenizer
 
-pytestmark = pytest.mark.slow
-
 _PACKAGE = "llamafactory==0.9.5"
 
 

@@ -146,7 +146,8 @@ def test_directories(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": saved, "test": saved.select([0])}).save_to_disk(str(tmp_path / "split"))
     datasets.DatasetDict({"test": saved}).save_to_disk(str(tmp_path / "no_train"))
     (tmp_path / "files").mkdir()
-    write(tmp_path / "files", "jsonl", ROWS)
+    write(tmp_path / "files", "jsonl", ROWS).rename(tmp_path / "files" / "DATA.JSONL")
+    (tmp_path / "files" / "notes.md").write_text("no data")
     assert read(tmp_path / "plain") == read(tmp_path / "split") == read(tmp_path / "files") == ROWS
     fails(tmp_path / "no_train", "has the splits test and no 'train'")
 
