@@ -204,6 +204,8 @@ class Cluster:
         self.restarts: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.owns_ray = False
         self._on_note = on_note
+        # For each process that ends Ray prints a paragraph about memory to stdout; the driver says what happened.
+        ray._private.worker._worker_logs_enabled = False
         if ray.is_initialized():
             return
         address = address or os.environ.get("RAY_ADDRESS")

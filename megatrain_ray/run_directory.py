@@ -122,6 +122,15 @@ class RunDirectory:
         for log in (self.path / LOGS).glob("*.log"):
             log.unlink()
 
+    def stored_bytes(self) -> int:
+        """Bytes of the store's files now."""
+        total = 0
+        with contextlib.suppress(FileNotFoundError), os.scandir(self.store) as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                    total += entry.stat().st_size
+        return total
+
     # --- metrics ----------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> list[dict[str, Any]]:
