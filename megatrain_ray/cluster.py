@@ -364,7 +364,7 @@ class Cluster:
         """Looks at what Ray takes on this host; the actors and this process are not part of it."""
         here = ray.get_runtime_context().get_node_id()
         node = next(node for node in ray.nodes() if node["NodeID"] == here)  # type: ignore[no-untyped-call]
-        return RayMemory(node["ObjectStoreSocketName"], {os.getpid(), *self.pids.values()})
+        return RayMemory(node["ObjectStoreSocketName"], lambda: {os.getpid(), *self.pids.values()})
 
     def kill(self, tier: Tier) -> None:
         """Ends the tier's process at once, even a stopped one; Ray starts a new one."""
