@@ -77,8 +77,8 @@ class Command(subprocess.Popen[str]):
                     member.send_signal(number)
         self.wait(60)
 
-    def leaves_nothing(self, deadline_s: float = 30) -> bool:
-        """Whether all that it has started ends."""
+    def leaves_nothing(self, deadline_s: float = 90) -> bool:
+        """Whether all that it has started ends; agents of Ray notice the death of a driver within a minute."""
         give_up_s = time.monotonic() + deadline_s
         while self.family():
             if time.monotonic() > give_up_s:

@@ -17,12 +17,12 @@ from megatrain_ray.cluster import Receipt
 from megatrain_ray.errors import RunDirectoryError
 from megatrain_ray.layout import pack_layer
 from megatrain_ray.observe.about import minimum_bytes
-from megatrain_ray.observe.activity import measure_activity, time_covered
+from megatrain_ray.observe.activity import call_seconds, measure_activity, time_covered
 from megatrain_ray.observe.report import RunFiles, explain_gaps, redact, write_report
 from megatrain_ray.observe.svg import short, thin, ticks
 from megatrain_ray.observe.trace import build_trace
 from megatrain_ray.pipeline import Record
-from megatrain_ray.schedule import Op, StepShape, Tier, build_step
+from megatrain_ray.schedule import Action, Op, StepShape, Tier, build_step
 
 SECTIONS = [
     "summary", "curves", "timeline", "memory", "bytes", "restarts", "checkpoints", "configuration", "machine"
@@ -268,6 +268,21 @@ def test_activity_of_each_tier() -> None:
     waited_s = sum(r.receipt.started_s - r.submitted_s for r in records if r.action.tier is Tier.OPTIMIZER)
     assert facts["tiers"]["cpu_optimizer"]["queue_depth"] == pytest.approx(waited_s / 2.0, abs=1e-3)
     assert time_covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
+
+
+def test_what_a_call_costs_is_seen_where_the_next_one_waits() -> None:
+    def ran(op: Op, submitted_s: float, started_s: float, ended_s: float) -> Record:
+        return Record(Action(op, 1), submitted_s, Receipt(started_s, ended_s, None, 0, 0))
+
+    records = [
+        ran(Op.FORWARD, 0.0, 0.5, 1.0),
+        ran(Op.FORWARD, 0.1, 1.004, 2.0),
+        ran(Op.BACKWARD, 2.5, 2.6, 3.0),  # nothing waited before it
+        ran(Op.BACKWARD, 2.6, 3.002, 4.0),
+        ran(Op.GRADS, 2.7, 4.003, 5.0),
+    ]
+    assert call_seconds(records) == pytest.approx(0.003)
+    assert call_seconds(records[:1]) is None
 
 
 def test_minimum_bytes_by_hand() -> None:
