@@ -123,12 +123,11 @@ class RunDirectory:
             log.unlink()
 
     def stored_bytes(self) -> int:
-        """Bytes of the store's files now."""
+        """Bytes of the store's layers now."""
         total = 0
-        with contextlib.suppress(FileNotFoundError), os.scandir(self.store) as entries:
-            for entry in entries:
-                with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                    total += entry.stat().st_size
+        for path in self.store.glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                total += path.stat().st_size
         return total
 
     # --- metrics ----------------------------------------------------------------------------------------------------
