@@ -235,7 +235,7 @@ class Trainer:
         """
         if self._cluster is None or actor not in self._cluster.pids:
             raise TrainingError(f"no actor {actor} is running; there are {', '.join(Tier)}, once the run has started")
-        self._log.write(f"{actor} is ended on request", Place(self.step))
+        self.tell(f"{actor} is ended on request")
         return self._cluster.restart(Tier(actor))
 
     def change(self, key: str, value: Any) -> None:
@@ -268,6 +268,7 @@ class Trainer:
             layer_names=[spec.name for spec in self.layers],
             records=self._recent,
             planned_bytes=self._prepared.plan.peak_bytes,
+            stored_bytes=self.run.stored_bytes(),
         )
 
     def inspect(self, layer: str, tensor: str | None = None) -> dict[str, Any]:

@@ -73,6 +73,7 @@ def test_a_run_that_is_steered_ends_as_one_that_is_not(
         facts = ask(directory, "inspect", layer="embed")
         assert facts["step"] in (held_at, held_at - 1)  # with clipping an update waits for the next forward
         assert {tensor["name"] for tensor in facts["tensors"]} == {"model.embed_tokens.weight"}
+        assert 0 < status["peak_bytes"]["nvme"] <= status["planned_bytes"]["nvme"]
         for actor, pid in pids.items():
             assert ask(directory, "restart", actor=actor) != pid
         assert ask(directory, "status")["step"] == held_at

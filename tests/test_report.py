@@ -19,7 +19,7 @@ from megatrain_ray.layout import pack_layer
 from megatrain_ray.observe.about import minimum_bytes
 from megatrain_ray.observe.activity import call_seconds, measure_activity, time_covered
 from megatrain_ray.observe.report import RunFiles, explain_gaps, redact, write_report
-from megatrain_ray.observe.svg import thin, ticks
+from megatrain_ray.observe.svg import short, thin, ticks
 from megatrain_ray.observe.trace import build_trace
 from megatrain_ray.pipeline import Record
 from megatrain_ray.schedule import Action, Op, StepShape, Tier, build_step
@@ -299,6 +299,7 @@ def test_minimum_bytes_by_hand() -> None:
 def test_axes_and_long_runs() -> None:
     assert ticks(0.0, 0.93) == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
     assert ticks(5.0, 5.0)[0] < 5.0 < ticks(5.0, 5.0)[-1]
+    assert [short(value) for value in (0.00075, 0.0025, 0.01, 12345.0)] == ["7.5e-4", "2.5e-3", "0.01", "12.3k"]
     groups = thin(range(100_000), [float(x % 7) for x in range(100_000)])
     assert len(groups) <= 240 and groups[-1][0] == 99_999
     assert all(low == 0 and high == 6 for _, _, low, high in groups)
