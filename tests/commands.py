@@ -52,7 +52,7 @@ class Command(subprocess.Popen[str]):
         """Of stderr: the cause of a failure."""
         return next(line for line in reversed(self.err.splitlines()) if line.strip())
 
-    def until(self, condition: Callable[[], object], *, poll_s: float = 0.02, deadline_s: float = 120) -> None:
+    def until(self, condition: Callable[[], object], *, poll_s: float = 0.02, deadline_s: float = 300) -> None:
         """Waits for a condition; the process must live until then."""
         give_up_s = time.monotonic() + deadline_s
         while not condition():

@@ -35,7 +35,7 @@ STEPS = 12
 
 
 def wait_for(directory: Path, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    for _ in range(1500):
+    for _ in range(6000):  # a loaded machine takes its time to start a run
         try:
             status: dict[str, Any] = ask(directory, "status")
         except NotLiveError:
