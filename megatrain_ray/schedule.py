@@ -338,7 +338,7 @@ class _Builder:
         self.to_save = list(shape.trainable) if save else []
         self.emitted: set[int] = set()
         self.written: dict[int, int] = {}  # position of the last write of each layer's new state
-        self.saves: list[int] = []
+        self.saves: dict[int, int] = {}  # position of each layer's save, in their order
         self.present = [Value("grads", layer) for layer in sorted(self.to_update) if layer not in shape.spilled_grads]
 
     def add(
@@ -365,6 +365,10 @@ class _Builder:
     def free_with_last(self, values: Iterable[Value]) -> None:
         last = self.actions[-1]
         self.actions[-1] = last._replace(frees=(*last.frees, *values))
+
+    def settled(self, layer: int) -> list[int]:
+        """The write, if there is one, after which a layer's file is of this step and its old gradient is used up."""
+        return [self.written[layer]] if layer in self.written else []
 
     def update(self, layer: int, *, emit: bool, after: Iterable[int] = ()) -> int:
         """Reads what is not in RAM, updates, writes back. Returns the position of the last action."""
@@ -402,6 +406,7 @@ class _Builder:
             last = self.update(layer, emit=True, after=after)
             return last if layer in self.shape.paged else None
         params = Value("params", layer)
+        after = [*after, *self.settled(layer)]
         if layer not in self.shape.paged:
             self.add(Op.PARAMS, layer, (), [params], after=after)
         elif self.shape.cast:
@@ -415,18 +420,16 @@ class _Builder:
             self.add(Op.READ_MASTER, layer, (), [params], after=after)
         return None
 
-    def save(self, layer: int) -> int:
+    def save(self, layer: int) -> None:
         """Puts a layer's present state into the checkpoint, with at most two of them on their way."""
         self.to_save.remove(layer)
-        bound = self.saves[-2:-1]
+        bound = list(self.saves.values())[-2:-1]
         if layer in self.shape.paged:
-            written = [self.written[layer]] if layer in self.written else []
-            self.saves.append(self.add(Op.SAVE, layer, after=[*bound, *written]))
+            self.saves[layer] = self.add(Op.SAVE, layer, after=[*bound, *self.settled(layer)])
         else:
             snapshot = Value("snapshot", layer)
             self.add(Op.SNAPSHOT, layer, (), [snapshot], after=bound)
-            self.saves.append(self.add(Op.SAVE, layer, [snapshot], (), [snapshot]))
-        return self.saves[-1]
+            self.saves[layer] = self.add(Op.SAVE, layer, [snapshot], (), [snapshot])
 
     def drain(self, layer: int) -> int:
         """Takes a gradient off the device to where it waits, or straight into the update. Returns the last position."""
@@ -434,10 +437,12 @@ class _Builder:
         drained = self.add(Op.GRADS, layer, (), [grads])
         if not self.shape.deferred:
             # A replay could no longer save what the update has changed.
-            saved = [self.save(layer)] if layer in self.to_save else []
-            return self.update(layer, emit=False, after=saved)
+            if layer in self.to_save:
+                self.save(layer)
+            return self.update(layer, emit=False, after=[self.saves[layer]] if layer in self.saves else [])
         if layer in self.shape.spilled_grads:
-            return self.add(Op.WRITE_GRADS, layer, [grads], (), [grads])
+            # It takes the place of the gradient that a replay needs until the layer's new state is written.
+            return self.add(Op.WRITE_GRADS, layer, [grads], (), [grads], after=self.settled(layer))
         return drained
 
 

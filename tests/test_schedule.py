@@ -26,7 +26,7 @@ NUMELS = (4096, 1024, 1024, 1024, 2048)
 
 def shapes() -> list[StepShape]:
     """Every combination that a plan can ask for, on three decoder layers."""
-    combinations = itertools.product((0, 1, 3), (True, False), (True, False), (0, 2), (True, False))
+    combinations = itertools.product((0, 1, 2, 3), (True, False), (True, False), (0, 2), (True, False))
     paged = (frozenset[int](), frozenset({0, 2}), frozenset(range(5)))
     tied = ((4,), (0, 4))
     return [
@@ -73,6 +73,31 @@ def test_a_checkpoint_gets_the_state_before_the_step_updates_it_again() -> None:
         taken = next(i for i, a in enumerate(schedule) if a.op is Op.SAVE and a.layer == layer)
         updated = next(i for i, a in enumerate(schedule) if a.op in UPDATES and a.layer == layer)
         assert taken < updated
+
+
+def test_a_slow_store_meets_no_file_too_early() -> None:
+    """The store works on many calls at once: only waits keep a read behind the write of the same file."""
+
+    def duration_s(action: Action) -> float:
+        return 1000.0 if action.op in (Op.WRITE, Op.SAVE) else 1.0
+
+    small = StepShape((4096, 1024, 2048), (2,), frozenset(range(3)), prefetch_depth=3, deferred=False)
+    for shape, save in itertools.product((*shapes(), small), (False, True)):
+        ran = build_step(shape, pending=shape.deferred, save=save).simulate(duration_s, store_lanes=100)
+        written: dict[int, float] = {}
+        saved: dict[int, float] = {}
+        for action, start_s, end_s in zip(ran.schedule, ran.starts_s, ran.ends_s, strict=True):
+            layer = action.layer
+            if action.op in (Op.READ_MASTER, Op.SAVE):  # of the newest state
+                assert start_s >= written.get(layer, 0.0)
+            elif action.op is Op.WRITE_GRADS:  # in place of the gradient that made the state being written
+                assert start_s >= written.get(layer, 0.0)
+            elif action.op in UPDATES:  # of a state that a replay would save
+                assert start_s >= saved.get(layer, 0.0)
+            elif action.op is Op.WRITE:
+                written[layer] = end_s
+            if action.op is Op.SAVE and not shape.deferred:
+                saved[layer] = end_s
 
 
 def test_depth_zero_waits_for_each_action() -> None:
