@@ -491,8 +491,9 @@ class _Planner:
         size = {index: self.layers[index].section_bytes("float32") for index in shape.trainable}
         paged = [len(STATE) * size[index] for index in sorted(shape.paged)]
         if self._deferred:
-            # A write goes to a spare file before the one that it replaces is spare: neighbours are written at once.
-            count = shape.prefetch_depth + 2
+            # A write goes to a spare file before the one that it replaces is spare, and as many layers as are fetched
+            # ahead are written beside it.
+            count = shape.prefetch_depth + 1
             spare = max((sum(paged[start : start + count]) for start in range(len(paged))), default=0)
         else:
             spare = sum(paged) + max(paged, default=0)

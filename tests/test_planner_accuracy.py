@@ -75,10 +75,11 @@ class Case:
 
 
 class _Watch:
-    """The most private memory of this process and all below it, at one moment."""
+    """The most private memory of this process and all below it, at one moment, and the most of a directory's files."""
 
-    def __init__(self) -> None:
-        self.peak_bytes = 0
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.peak_bytes = self.disk_bytes = 0
         self.done = threading.Event()
 
     def run(self) -> None:
@@ -87,6 +88,9 @@ class _Watch:
         for count in range(1_000_000):
             if count % 20 == 0:
                 family = [me.pid, *(child.pid for child in me.children(recursive=True))]
+            with suppress(OSError):
+                files = sum(entry.stat().st_blocks * 512 for entry in self.directory.iterdir())
+                self.disk_bytes = max(self.disk_bytes, files)
             total = 0
             for pid in family:
                 with suppress(OSError, ValueError):
@@ -97,8 +101,8 @@ class _Watch:
 
 
 @contextmanager
-def watched() -> Iterator[_Watch]:
-    watch = _Watch()
+def watched(directory: Path) -> Iterator[_Watch]:
+    watch = _Watch(directory)
     thread = threading.Thread(target=watch.run, daemon=True)
     thread.start()
     yield watch
@@ -124,15 +128,14 @@ def run(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]
     config = case.config(directory)
     if case.timed:  # others may use this machine: now, not when it was planned for the first time
         measure_speeds(directory, "cpu")
-    with watched() as watch, Trainer(config) as trainer:
+    with watched(directory / "run" / "store") as watch, Trainer(config) as trainer:
         plan = trainer._prepared.plan
         arena = arena_bytes(trainer._prepared.layers, plan.resident)
         records = list(trainer.steps())
         time.sleep(0.1)
         object_store = trainer._memory.object_store_bytes()
-        disk = sum(entry.stat().st_blocks * 512 for entry in trainer.run.store.iterdir())
     assert object_store is not None
-    measured: dict[str, Any] = {**records[-1]["peak_bytes"], "object_store": object_store, "nvme": disk}
+    measured: dict[str, Any] = {**records[-1]["peak_bytes"], "object_store": object_store, "nvme": watch.disk_bytes}
     measured["total_ram"] = watch.peak_bytes + object_store + arena
     # The first step has no update before it, those after a save write the checkpoint.
     every = case.save_steps or len(records) + 1
