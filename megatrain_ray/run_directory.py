@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from megatrain_ray.actors.nvme_store import is_store_file
 from megatrain_ray.checkpoint.directory import list_checkpoints, remove_debris, remove_tree
@@ -74,7 +74,8 @@ class RunDirectory:
             self._made = [path for path in (self.store, self.path) if not path.exists()]
             self.path.mkdir(parents=True, exist_ok=True)
             self.store.mkdir(parents=True, exist_ok=True)
-            self._lock()
+            with _alone(self.store):
+                self._lock()
             if overwrite and not resume:
                 self._clear()
             remove_debris(self.path)
@@ -183,12 +184,28 @@ def replace_text(path: Path, text: str) -> None:
         raise
 
 
-def _started_s(pid: int) -> float | None:
-    """When a process started, or None: a number used again belongs to another process."""
+@contextlib.contextmanager
+def _alone(directory: Path) -> Iterator[None]:
+    """One process of this host at a time: a lock that another is about to write or to replace looks stale."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        return psutil.Process(pid).create_time()
-    except psutil.Error:
+        with contextlib.suppress(OSError):  # some network file systems know no locks
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _started_s(pid: int) -> float | None:
+    """When a process started, or None: a number used again belongs to another process.
+
+    Seconds after boot, not of the day: when the clock is set, a process stays the one it was.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
         return None
+    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
 
 
 def _may_live(holder: dict[str, Any]) -> bool:

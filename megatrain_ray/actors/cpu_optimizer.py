@@ -129,6 +129,7 @@ class CpuOptimizer:
             offset += len(STATE) * numel * 4
         self._grads_scratch = torch.empty(CHUNK_NUMEL)
         self._buffers: dict[str, NDArray[np.uint8]] = {}
+        self._emitted = (0, 0, 0)  # layer, step and elements of the weights in their buffer
         self._undo()
 
     # --- state in RAM -------------------------------------------------------------------------------------------
@@ -283,8 +284,13 @@ class CpuOptimizer:
         ]
 
     def _emit(self, layer: int, step: int, master: Tensor, start: int = 0) -> PackedLayer | None:
-        """Weights, once the masters of the layer's last element are here."""
+        """Weights, once the masters of the layer's last element are here, and all before them."""
         numel, stop = self.layers[layer].numel, start + master.numel()
+        # The read of one part may die with the store and that of the next not: half of these weights would be old.
+        assert start == 0 or self._emitted == (layer, step, start), (
+            f"layer {layer}: elements before {start} are missing"
+        )
+        self._emitted = (layer, step, stop)
         if self._torch_dtype is torch.float32 and master.numel() == numel:
             # A view: Ray makes the copy that leaves this process.
             return PackedLayer(layer, step, "float32", PARAMS, master.view(torch.uint8).numpy())

@@ -153,10 +153,8 @@ class NvmeStore:
     async def read_master(
         self, layer: int, step: int | None = None, span: tuple[int, int] | None = None
     ) -> PackedLayer:
-        """The masters of a layer, of a given step if that is still there, or these elements of them."""
-        versions = self._versions.get(self.layers[layer].name, [])
-        chosen = next((version for version in versions if version.step == step), None)
-        return await self._read(chosen or self._newest(layer), self.layers[layer], MASTER, span)
+        """The masters of a layer, the newest or those of a step, or these elements of them."""
+        return await self._read(self._newest(layer, step), self.layers[layer], MASTER, span)
 
     async def read_grads(self, layer: int) -> PackedLayer:
         """The gradients of a layer that wait here for the norm."""
@@ -231,8 +229,13 @@ class NvmeStore:
 
     # --- internals --------------------------------------------------------------------------------------------------
 
-    def _newest(self, layer: int) -> _Version:
-        return max(self._named(self.layers[layer].name), key=lambda version: version.step)
+    def _newest(self, layer: int, step: int | None = None) -> _Version:
+        """The newest state of a layer, or that of a step: weights of another one would be wrong, and silently so."""
+        name = self.layers[layer].name
+        there = self._named(name)
+        chosen = [version for version in there if step in (None, version.step)]
+        assert chosen, f"{name}: step {step} was asked for; there are {[version.step for version in there]}"
+        return max(chosen, key=lambda version: version.step)
 
     def _named(self, key: str) -> list[_Version]:
         """What the manifest names, which another process may have written."""

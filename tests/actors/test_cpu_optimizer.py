@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -214,3 +215,24 @@ def test_repeating_a_step_does_nothing_and_skipping_one_is_refused(arena: str) -
     with pytest.raises(AssertionError, match="is at step 1, asked for 3"):
         optimizer.update(1, hyper(3), grads(spec, 3))
     assert optimizer.status()["steps"] == {"embed": 0, "layer-0000": 1}
+
+
+def test_weights_of_a_layer_in_parts_leave_only_when_every_part_came(arena: str) -> None:
+    """The store may die in the read of one part and not of the next: a replay would keep what came of that."""
+    spec = LAYERS[1]
+    optimizer = make(arena, "bfloat16", resident=())
+    ends = (0, 1024, 2048, spec.numel)
+    old, new = (
+        [
+            PackedLayer(1, step, "float32", MASTER, read_only(flat(spec, step)[start:stop]), start)
+            for start, stop in itertools.pairwise(ends)
+        ]
+        for step in (1, 2)
+    )
+    assert [optimizer.cast(1, part) is None for part in old] == [True, True, False]
+    optimizer.cast(1, new[0])
+    with pytest.raises(AssertionError, match="elements before 2048 are missing"):
+        optimizer.cast(1, new[2])
+    weights = [optimizer.cast(1, part) for part in new][-1]
+    assert weights is not None
+    assert torch.equal(as_tensor(weights.data, torch.bfloat16), flat(spec, 2).bfloat16())
