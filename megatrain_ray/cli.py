@@ -228,7 +228,7 @@ def bench(
     with measure.temporary_directory() as directory:
         root = Path(directory)
         if config_path:
-            plain = ("training.eval_steps=null", "training.save_steps=null", f"training.max_steps={rounds + 1}")
+            plain = ("training.eval_steps=null", "training.save_steps=null", "training.max_steps=10000")
             config = load_config(config_path, (f"training.output_dir={root}/run", *plain))
         else:
             config = measure.default_config(root, placement=placement)

@@ -204,6 +204,8 @@ class Cluster:
         self.restarts: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self.owns_ray = False
         self._on_note = on_note
+        # For each process that ends Ray prints a paragraph about memory to stdout; the driver says what happened.
+        ray._private.worker._worker_logs_enabled = False
         if ray.is_initialized():
             return
         address = address or os.environ.get("RAY_ADDRESS")
@@ -362,7 +364,7 @@ class Cluster:
         """Looks at what Ray takes on this host; the actors and this process are not part of it."""
         here = ray.get_runtime_context().get_node_id()
         node = next(node for node in ray.nodes() if node["NodeID"] == here)  # type: ignore[no-untyped-call]
-        return RayMemory(node["ObjectStoreSocketName"], {os.getpid(), *self.pids.values()})
+        return RayMemory(node["ObjectStoreSocketName"], lambda: {os.getpid(), *self.pids.values()})
 
     def kill(self, tier: Tier) -> None:
         """Ends the tier's process at once, even a stopped one; Ray starts a new one."""

@@ -26,7 +26,7 @@ class Speeds:
         float32_flops_per_s, bfloat16_flops_per_s: That the device reaches in a decoder layer, not its data sheet's.
         link_bytes_per_s: Host to device, pinned; None where the device is the host.
         operator_s: Of calling one of torch's operators, however small.
-        call_s: Overhead of one remote call.
+        call_s: Between two actions of an actor that has the next one waiting; a run measures it.
         source: Where the figures come from, for messages.
     """
 

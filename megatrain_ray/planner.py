@@ -313,7 +313,7 @@ class _Planner:
 
     @cached_property
     def _paging_order(self) -> tuple[int, ...]:
-        """Small layers first, since buffers are as large as the largest paged layer; of equal ones the last first."""
+        """Small layers first, since what travels whole is as large as the largest; of equal ones the last first."""
         trainable = [spec.index for spec in self.layers if spec.numel]
         return tuple(sorted(trainable, key=lambda index: (self.layers[index].numel, -index)))
 
@@ -489,9 +489,14 @@ class _Planner:
     def _store_files(self, shape: StepShape, resident: Iterable[int]) -> int:
         """Layers in RAM: masters as imported. Paged ones: with clipping one file a layer and a few spare ones."""
         size = {index: self.layers[index].section_bytes("float32") for index in shape.trainable}
-        paged = sorted((len(STATE) * size[index] for index in shape.paged), reverse=True)
-        # A write goes to a spare file before the one that it replaces is spare.
-        spare = sum(paged[: shape.prefetch_depth + 2]) if self._deferred else sum(paged) + sum(paged[:1])
+        paged = [len(STATE) * size[index] for index in sorted(shape.paged)]
+        if self._deferred:
+            # A write goes to a spare file before the one that it replaces is spare, and as many layers as are fetched
+            # ahead are written beside it.
+            count = shape.prefetch_depth + 1
+            spare = max((sum(paged[start : start + count]) for start in range(len(paged))), default=0)
+        else:
+            spare = sum(paged) + max(paged, default=0)
         return (
             sum(size[index] for index in resident)
             + sum(paged)

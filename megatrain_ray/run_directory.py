@@ -123,6 +123,14 @@ class RunDirectory:
         for log in (self.path / LOGS).glob("*.log"):
             log.unlink()
 
+    def stored_bytes(self) -> int:
+        """Bytes of the store's layers now."""
+        total = 0
+        for path in self.store.glob("*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                total += path.stat().st_size
+        return total
+
     # --- metrics ----------------------------------------------------------------------------------------------------
 
     def read_metrics(self) -> list[dict[str, Any]]:

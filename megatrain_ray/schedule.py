@@ -47,7 +47,7 @@ class Tier(StrEnum):
 class Op(StrEnum):
     """What an action does. The value is the method's name on the tier's class."""
 
-    READ = "read"  # store: file -> state or snapshot
+    READ = "read"  # store: file -> state
     READ_MASTER = "read_master"  # store: file -> master
     READ_GRADS = "read_grads"  # store: file -> grads
     WRITE = "write"  # store: state -> file

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -11,7 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import date
 from pathlib import Path
 
@@ -29,10 +30,11 @@ from megatrain_ray.packed import GRADS, MASTER, PackedLayer
 from megatrain_ray.tensors import bind
 from megatrain_ray.timing import LayerCost
 
-__all__ = ["known_speeds", "measure_speeds"]
+__all__ = ["known_speeds", "measure_speeds", "remember_call"]
 
 DISK_BYTES = 256 << 20
-ROUNDS = 3
+ROUNDS, LEAST_S = 3, 1.0
+"""Work is repeated so often and so long: on a machine that others use, something short meets a quiet moment."""
 
 
 def known_speeds(store_dir: Path, device: str) -> Speeds | None:
@@ -60,7 +62,8 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
     finally:
         torch.set_num_threads(threads)
     read, write = _disk(existing_parent(store_dir))
-    speeds = Speeds(
+    speeds = replace(
+        known_speeds(store_dir, device) or Speeds(),  # what runs have measured stays
         disk_read_bytes_per_s=read,
         disk_write_bytes_per_s=write,
         memcpy_bytes_per_s=memcpy,
@@ -71,11 +74,22 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
         operator_s=operator_s,
         source=f"measured on {date.today().isoformat()}",
     )
+    _remember(store_dir, device, speeds)
+    return speeds
+
+
+def remember_call(store_dir: Path, device: str, call_s: float) -> None:
+    """Adds what only a run can measure, where this machine has been measured."""
+    known = known_speeds(store_dir, device)
+    if known is not None:
+        _remember(store_dir, device, replace(known, call_s=call_s))
+
+
+def _remember(store_dir: Path, device: str, speeds: Speeds) -> None:
     path = _cache_path(store_dir, device)
     with contextlib.suppress(OSError):  # a home that cannot be written: the next plan measures again
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(speeds), indent=2), encoding="utf-8")
-    return speeds
 
 
 def _cache_path(store_dir: Path, device: str) -> Path:
@@ -87,10 +101,10 @@ def _cache_path(store_dir: Path, device: str) -> Path:
     return Path(home) / "megatrain_ray" / f"machine-{key}.json"
 
 
-def _fastest(work: Callable[[], object], rounds: int = ROUNDS) -> float:
+def _fastest(work: Callable[[], object]) -> float:
     """Seconds of the fastest round: others disturb, nobody helps."""
-    seconds = []
-    for _ in range(rounds):
+    seconds: list[float] = []
+    while len(seconds) < ROUNDS or sum(seconds) < LEAST_S:
         started_s = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started_s)
@@ -138,7 +152,7 @@ def _adamw(threads: int, numel: int = 1 << 23) -> float:
         )  # fmt: skip
         data = np.ones(numel, np.float32).view(np.uint8)
         optimizer.keep(0, PackedLayer(0, 0, "float32", MASTER, data))
-        steps = iter(range(1, 100))
+        steps = itertools.count(1)
 
         def update() -> None:
             step = next(steps)

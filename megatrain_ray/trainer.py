@@ -33,7 +33,7 @@ from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
 from megatrain_ray.layout import LayerSpec
 from megatrain_ray.observe.about import minimum_bytes, write_about
-from megatrain_ray.observe.activity import measure_activity
+from megatrain_ray.observe.activity import call_seconds, measure_activity
 from megatrain_ray.observe.inspection import find_layer
 from megatrain_ray.observe.logs import LOGS, DriverLog, Place
 from megatrain_ray.observe.memory import RayMemory, private_bytes
@@ -46,6 +46,7 @@ from megatrain_ray.planner import value_bytes
 from megatrain_ray.prepare import Prepared, prepare
 from megatrain_ray.run_directory import RunDirectory, output_path, replace_text
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, build_flush, build_import, build_step
+from megatrain_ray.speeds import remember_call
 from megatrain_ray.tiers import tier_builders
 
 __all__ = ["Trainer"]
@@ -86,7 +87,7 @@ class Trainer:
         self._show = tell
         self._log = DriverLog()
         self.step = 0
-        self.waiting_for = "nothing yet"
+        self.waiting_for = "Ray and the actors"
         self.state = "starting"
         store = config.tiers.nvme_dir
         self.run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))
@@ -105,6 +106,7 @@ class Trainer:
         self._arena: int | None = None
         self._training = self._stop = False
         self._peaks: dict[str, int] = {}
+        self._call_s: float | None = None
         self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
         self._deaths_told: dict[Tier, int] = dict(self._deaths)
         self._metrics: RunMetrics | None = None
@@ -191,6 +193,8 @@ class Trainer:
                 yield record
             self.save_checkpoint()
             self._training = False
+            if self._call_s is not None:
+                remember_call(self.run.store, self.device, self._call_s)
         except Exception as error:
             if isinstance(error, OSError):
                 error = self._unwritable(error)
@@ -231,7 +235,7 @@ class Trainer:
         """
         if self._cluster is None or actor not in self._cluster.pids:
             raise TrainingError(f"no actor {actor} is running; there are {', '.join(Tier)}, once the run has started")
-        self._log.write(f"{actor} is ended on request", Place(self.step))
+        self.tell(f"{actor} is ended on request")
         return self._cluster.restart(Tier(actor))
 
     def change(self, key: str, value: Any) -> None:
@@ -264,6 +268,7 @@ class Trainer:
             layer_names=[spec.name for spec in self.layers],
             records=self._recent,
             planned_bytes=self._prepared.plan.peak_bytes,
+            stored_bytes=self.run.stored_bytes(),
         )
 
     def inspect(self, layer: str, tensor: str | None = None) -> dict[str, Any]:
@@ -574,6 +579,7 @@ class Trainer:
         deaths = {str(tier): count - self._deaths_told[tier] for tier, count in self._deaths.items()}
         self._deaths_told = dict(self._deaths)
         replayed = any(deaths.values()) and records
+        self._call_s = call_seconds(records) or self._call_s
         receipts = [record.receipt for record in records]
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)

@@ -52,7 +52,7 @@ class Command(subprocess.Popen[str]):
         """Of stderr: the cause of a failure."""
         return next(line for line in reversed(self.err.splitlines()) if line.strip())
 
-    def until(self, condition: Callable[[], object], *, poll_s: float = 0.02, deadline_s: float = 120) -> None:
+    def until(self, condition: Callable[[], object], *, poll_s: float = 0.02, deadline_s: float = 300) -> None:
         """Waits for a condition; the process must live until then."""
         give_up_s = time.monotonic() + deadline_s
         while not condition():
@@ -77,8 +77,8 @@ class Command(subprocess.Popen[str]):
                     member.send_signal(number)
         self.wait(60)
 
-    def leaves_nothing(self, deadline_s: float = 30) -> bool:
-        """Whether all that it has started ends."""
+    def leaves_nothing(self, deadline_s: float = 90) -> bool:
+        """Whether all that it has started ends; agents of Ray notice the death of a driver within a minute."""
         give_up_s = time.monotonic() + deadline_s
         while self.family():
             if time.monotonic() > give_up_s:

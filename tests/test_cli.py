@@ -6,35 +6,18 @@ import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from transformers import AutoModelForCausalLM
+
+from tests.commands import Command, run
 
 ModelDir = Callable[[str], Path]
 MakeConfig = Callable[..., Any]
-
-
-def start(*arguments: str, cwd: Path, own_group: bool = False) -> subprocess.Popen[str]:
-    root = Path(__file__).resolve().parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(root)}
-    environment.pop("RAY_ADDRESS", None)
-    return subprocess.Popen(
-        [sys.executable, "-m", "megatrain_ray", *arguments],
-        cwd=cwd, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        start_new_session=own_group,
-    )  # fmt: skip
-
-
-def run(*arguments: str, cwd: Path) -> tuple[int, str, str]:
-    process = start(*arguments, cwd=cwd)
-    out, err = process.communicate(timeout=300)
-    return process.returncode, out, err
 
 
 @pytest.fixture
@@ -55,80 +38,61 @@ def config_path(tmp_path: Path, model_dir: ModelDir, make_config: MakeConfig) ->
     ],
 )
 def test_bad_input_exits_2_with_the_cause_last(config_path: Path, override: str, cause: str) -> None:
-    status, _, err = run("train", str(config_path), "--set", override, cwd=config_path.parent)
-    assert status == 2, err
-    assert cause in err.strip().splitlines()[-1]
+    command = run("train", str(config_path), "--set", override, cwd=config_path.parent)
+    assert command.returncode == 2, command.err
+    assert cause in command.last_line
     assert not (config_path.parent / "run").exists()
 
 
 def test_a_token_beyond_the_embedding_is_refused(config_path: Path) -> None:
     bad = config_path.parent / "bad.jsonl"
     bad.write_text('{"input_ids": [1, 2, 3]}\n\n{"input_ids": [1, 100000]}\n')
-    status, _, err = run("train", str(config_path), "--set", f"data.path={bad}", cwd=config_path.parent)
-    assert status == 2
-    assert "100000" in err and "97" in err and "bad.jsonl" in err
+    command = run("train", str(config_path), "--set", f"data.path={bad}", cwd=config_path.parent)
+    assert command.returncode == 2
+    assert "100000" in command.err and "97" in command.err and "bad.jsonl" in command.err
 
 
 @pytest.mark.ray
 def test_a_local_run_listens_on_the_loopback_interface_only_and_leaves_no_process(config_path: Path) -> None:
-    process = start(
-        "train", str(config_path), "--set", "training.max_steps=100000", cwd=config_path.parent, own_group=True
-    )
-    metrics = config_path.parent / "run" / "metrics.jsonl"
-    for _ in range(600):
-        time.sleep(0.2)
-        if metrics.exists():
-            break
-    family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+    command = Command("train", str(config_path), "--set", "training.max_steps=100000", cwd=config_path.parent)
+    command.until((config_path.parent / "run" / "metrics.jsonl").exists)
+    family = command.family()
     listening, thresholds = [], set()
     for member in family:
         with contextlib.suppress(psutil.Error):
             listening += [c.laddr for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN]
             if member.name() == "raylet":
                 thresholds.add(member.environ()["RAY_memory_usage_threshold"])
-    os.killpg(process.pid, signal.SIGINT)  # Ctrl-C: to whatever the terminal runs
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130, err
-    assert list((config_path.parent / "run").glob("checkpoint-*")), err
-    _, left = psutil.wait_procs(family, timeout=30)
-    assert not left
+    os.killpg(command.pid, signal.SIGINT)  # Ctrl-C: to whatever the terminal runs
+    assert command.wait(120) == 130, command.err
+    assert list((config_path.parent / "run").glob("checkpoint-*")), command.err
+    assert command.leaves_nothing(), command.family()
     assert listening
     assert {address.ip for address in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
     assert thresholds == {"0.98"}  # the memory monitor is set on purpose
 
 
 @pytest.mark.ray
-def test_train_stop_resume_export(config_path: Path) -> None:
+def test_train_and_export(config_path: Path) -> None:
     folder = config_path.parent
-    process = start("train", str(config_path), "--set", "training.max_steps=100000", cwd=folder)
-    metrics = folder / "run" / "metrics.jsonl"
-    for _ in range(600):
-        time.sleep(0.2)
-        if metrics.exists() and metrics.read_text().count("\n") >= 2:
-            break
-    process.send_signal(signal.SIGTERM)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 143, err
-    checkpoint = max((folder / "run").glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-    steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
-    assert steps == list(range(1, int(checkpoint.name.split("-")[1]) + 1))
-    more = len(steps) + 2
-    status, _, err = run("train", str(config_path), "--resume", "--set", f"training.max_steps={more}", cwd=folder)
-    assert status == 0, err
-    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == list(range(1, more + 1))
-    status, out, err = run("export", str(folder / "run" / f"checkpoint-{more}"), str(folder / "out"), cwd=folder)
-    assert status == 0, err
-    from transformers import AutoModelForCausalLM
-
-    AutoModelForCausalLM.from_pretrained(out.strip())
+    trained = run("train", str(config_path), cwd=folder)
+    assert trained.returncode == 0, trained.err
+    records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records] == [1, 2, 3]
+    assert trained.last_line.startswith(
+        f"done: step 3 of 3, loss {records[0]['loss']:.4f} -> {records[-1]['loss']:.4f}"
+    )
+    exported = run("export", str(folder / "run" / "checkpoint-3"), str(folder / "out"), cwd=folder)
+    assert exported.returncode == 0, exported.err
+    AutoModelForCausalLM.from_pretrained(exported.out.strip())
 
 
 def test_plan_and_data_start_nothing(config_path: Path) -> None:
-    status, out, err = run("plan", str(config_path), "--json", cwd=config_path.parent)
-    assert status == 0, err
-    facts = json.loads(out)
+    planned = run("plan", str(config_path), "--json", cwd=config_path.parent)
+    assert planned.returncode == 0, planned.err
+    facts = json.loads(planned.out)
     assert set(facts["peak_bytes"]) >= {"driver", "nvme_store", "cpu_optimizer", "gpu_worker", "object_store"}
     assert not (config_path.parent / "run").exists()
-    status, out, err = run("data", str(config_path), cwd=config_path.parent)
-    assert status == 0, err
-    assert "14" in out
+    shown = run("data", str(config_path), cwd=config_path.parent)
+    assert shown.returncode == 0, shown.err
+    assert "14" in shown.out

@@ -25,8 +25,8 @@ from megatrain_ray.observe.layer_facts import describe_state
 from megatrain_ray.observe.status import read_status, render_status
 from megatrain_ray.schedule import Tier
 from megatrain_ray.trainer import Trainer
+from tests.commands import Command, run
 from tests.runs import digest, trace
-from tests.test_cli import run, start
 
 ModelDir = Callable[[str], Path]
 MakeConfig = Callable[..., Any]
@@ -35,7 +35,7 @@ STEPS = 12
 
 
 def wait_for(directory: Path, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
-    for _ in range(1500):
+    for _ in range(6000):  # a loaded machine takes its time to start a run
         try:
             status: dict[str, Any] = ask(directory, "status")
         except NotLiveError:
@@ -59,7 +59,7 @@ def test_a_run_that_is_steered_ends_as_one_that_is_not(
     path = tmp_path / "run.yaml"
     path.write_text(config.to_yaml())
     directory = tmp_path / "run"
-    process = start("train", str(path), cwd=tmp_path)
+    process = Command("train", str(path), cwd=tmp_path)
     try:
         wait_for(directory, lambda status: status["state"] == "running")
         ask(directory, "pause")
@@ -73,23 +73,23 @@ def test_a_run_that_is_steered_ends_as_one_that_is_not(
         facts = ask(directory, "inspect", layer="embed")
         assert facts["step"] in (held_at, held_at - 1)  # with clipping an update waits for the next forward
         assert {tensor["name"] for tensor in facts["tensors"]} == {"model.embed_tokens.weight"}
+        assert 0 < status["peak_bytes"]["nvme"] <= status["planned_bytes"]["nvme"]
         for actor, pid in pids.items():
             assert ask(directory, "restart", actor=actor) != pid
         assert ask(directory, "status")["step"] == held_at
 
-        code, out, err = run("set", str(directory), "learning_rate=1e-3", cwd=tmp_path)
-        assert code == 0, err
-        code, out, err = run("set", str(directory), "seed=3", cwd=tmp_path)
-        assert code == 1 and "learning_rate can" in err.splitlines()[-1]
-        code, out, err = run("inspect", str(directory), "9", cwd=tmp_path)
-        assert code == 1 and "there is no layer 9" in err.splitlines()[-1]
-        code, out, err = run("resume", str(directory), cwd=tmp_path)
-        assert code == 0, err
+        done = run("set", str(directory), "learning_rate=1e-3", cwd=tmp_path)
+        assert done.returncode == 0, done.err
+        done = run("set", str(directory), "seed=3", cwd=tmp_path)
+        assert done.returncode == 1 and "learning_rate can" in done.last_line
+        done = run("inspect", str(directory), "9", cwd=tmp_path)
+        assert done.returncode == 1 and "there is no layer 9" in done.last_line
+        done = run("resume", str(directory), cwd=tmp_path)
+        assert done.returncode == 0, done.err
         with contextlib.suppress(TrainingError):  # the run may end first
             for actor in pids:
                 ask(directory, "restart", actor=actor)
-        out, err = process.communicate(timeout=300)
-        assert process.returncode == 0, err
+        assert process.wait(300) == 0, process.err
     finally:
         process.kill()
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -98,25 +98,25 @@ def test_a_run_that_is_steered_ends_as_one_that_is_not(
         assert digest(directory / f"checkpoint-{number}") == digest(tmp_path / "plain" / f"checkpoint-{number}")
     assert not (directory / SOCKET).exists()
 
-    code, out, err = run("status", str(directory), "--json", cwd=tmp_path)
-    assert code == 0, err
-    after = json.loads(out)
+    done = run("status", str(directory), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.err
+    after = json.loads(done.out)
     assert (after["state"], after["step"]) == ("finished", STEPS)
     assert all(actor["restarts"] >= 1 for actor in after["actors"].values())
-    code, out, err = run("inspect", str(directory), "layer-0001", "--json", cwd=tmp_path)
-    assert code == 0, err
+    done = run("inspect", str(directory), "layer-0001", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.err
     saved: dict[str, torch.Tensor] = {}
     for file in (directory / f"checkpoint-{STEPS}").glob("*.safetensors"):
         saved |= load_file(file)
-    tensors = json.loads(out)["tensors"]
+    tensors = json.loads(done.out)["tensors"]
     assert len(tensors) == 9
     for tensor in tensors:
         assert tensor["norm"] == pytest.approx(float(saved[tensor["name"]].double().norm()), rel=1e-6)
         moment = saved[f"exp_avg.{tensor['name']}"]
         assert tensor["exp_avg"]["norm"] == pytest.approx(float(moment.double().norm()), rel=1e-6)
         assert sum(tensor["histogram"]["counts"]) == saved[tensor["name"]].numel()
-    code, out, err = run("pause", str(directory), cwd=tmp_path)
-    assert code == 1 and "the run is finished" in err.splitlines()[-1]
+    done = run("pause", str(directory), cwd=tmp_path)
+    assert done.returncode == 1 and "the run is finished" in done.last_line
 
 
 @pytest.mark.ray
@@ -155,15 +155,15 @@ def test_a_killed_run_is_called_killed_and_leaves_no_process(
     monkeypatch.setenv("TMPDIR", str(far))
     path = tmp_path / "run.yaml"
     path.write_text(make_config(model_dir("llama"), training__max_steps=100000).to_yaml())
-    process = start("train", str(path), cwd=tmp_path)
+    process = Command("train", str(path), cwd=tmp_path)
     directory = tmp_path / "run"
     try:
         status = wait_for(directory, lambda status: status["eta_s"] is not None)
         family = psutil.Process(process.pid).children(recursive=True)
     finally:
         process.send_signal(signal.SIGKILL)
-        _, err = process.communicate()
-    assert f"{far} is too long" in err
+        process.wait(60)
+    assert f"{far} is too long" in process.err
     _, left = psutil.wait_procs(family, timeout=10)
     assert len(family) > len(Tier)
     assert {each.name() for each in left} <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # these look once a minute
@@ -181,25 +181,23 @@ def test_a_live_run_is_watched_reported_and_stopped(
     path = tmp_path / "run.yaml"
     path.write_text(make_config(model_dir("llama"), training__max_steps=100000).to_yaml())
     directory = tmp_path / "run"
-    process = start("train", str(path), cwd=tmp_path)
+    process = Command("train", str(path), cwd=tmp_path)
     try:
         wait_for(directory, lambda status: status["step"] > 0)
-        watching = start("status", str(directory), "--watch", cwd=tmp_path)
-        code, out, err = run("report", str(directory), cwd=tmp_path)
-        assert code == 0, err
-        assert "<title>run: running" in Path(out.strip()).read_text()
-        code, out, err = run("inspect", str(directory), "layer-0002", "--json", cwd=tmp_path)
-        assert code == 0 and json.loads(out)["step"] > 0, err
-        code, out, err = run("stop", str(directory), cwd=tmp_path)
-        assert code == 0, err
-        _, err = process.communicate(timeout=120)
-        assert process.returncode == 0, err
-        out, err = watching.communicate(timeout=60)
-        assert watching.returncode == 0, err
+        watching = Command("status", str(directory), "--watch", cwd=tmp_path)
+        done = run("report", str(directory), cwd=tmp_path)
+        assert done.returncode == 0, done.err
+        assert "<title>run: running" in Path(done.out.strip()).read_text()
+        done = run("inspect", str(directory), "layer-0002", "--json", cwd=tmp_path)
+        assert done.returncode == 0 and json.loads(done.out)["step"] > 0, done.err
+        done = run("stop", str(directory), cwd=tmp_path)
+        assert done.returncode == 0, done.err
+        assert process.wait(120) == 0, process.err
+        assert watching.wait(60) == 0, watching.err
     finally:
         process.kill()
     # Not a terminal: what was shown last. A terminal is redrawn in place.
-    assert "stopped" in out and "gpu_worker" in out
+    assert "stopped" in watching.out and "gpu_worker" in watching.out
     stopped = read_status(directory)
     assert stopped["state"] == "stopped" and (directory / f"checkpoint-{stopped['step']}").is_dir()
 
@@ -292,11 +290,20 @@ def test_statistics_of_many_blocks_are_those_of_the_whole() -> None:
     values[[5, 600_000]] = np.inf
     facts = describe_state(spec, 1, {"master": values})["tensors"][0]
     finite = np.delete(values[:1_000_000], [5, 600_000]).astype(np.float64)
-    assert facts["norm"] == pytest.approx(np.linalg.norm(finite), rel=1e-12)
-    assert facts["mean"] == pytest.approx(finite.mean(), rel=1e-9)
+    assert facts["norm"] == pytest.approx(np.linalg.norm(finite), rel=1e-6)
+    assert facts["mean"] == pytest.approx(finite.mean(), abs=1e-7)
     counts, edges = np.histogram(finite, bins=20)
     assert (facts["min"], facts["max"], facts["non_finite"]) == (edges[0], edges[-1], 2)
     assert facts["histogram"]["counts"] == counts.tolist()
+
+
+def test_statistics_beyond_the_range_of_fp32_sums() -> None:
+    spec = pack_layer(0, "embed", [("large", (1024,)), ("small", (1024,))])
+    values = np.repeat(np.array([3e38, 1e-30], np.float32), 1024)
+    large, small = describe_state(spec, 1, {"master": values})["tensors"]
+    assert large["mean"] == pytest.approx(3e38) and large["norm"] == pytest.approx(32 * 3e38)
+    assert small["mean"] == pytest.approx(1e-30) and small["norm"] == pytest.approx(32e-30)
+    assert large["non_finite"] == small["non_finite"] == 0
 
 
 def test_status_of_what_is_no_run(tmp_path: Path) -> None:

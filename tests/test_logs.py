@@ -149,13 +149,16 @@ def test_what_the_driver_says_before_it_has_a_directory(tmp_path: Path) -> None:
     log.write("early")
     log.open(tmp_path / "logs")
     log.write("two\nlines", Place(5), level=logging.WARNING)
-    assert [line["text"] for line in read_log(tmp_path / "logs" / "driver.log")] == ["early", "two", "lines"]
+    logging.getLogger("ray._private.node").warning("from Ray")
     log.close()
+    assert logging.getLogger("ray").propagate
+    expected = ["early", "two", "lines", "from Ray"]
+    assert [line["text"] for line in read_log(tmp_path / "logs" / "driver.log")] == expected
     resumed = DriverLog()  # goes on in the same file
     resumed.open(tmp_path / "logs")
     resumed.write("later")
     resumed.close()
-    assert [line["text"] for line in read_log(tmp_path / "logs" / "driver.log")][2:] == ["lines", "later"]
+    assert [line["text"] for line in read_log(tmp_path / "logs" / "driver.log")][3:] == ["from Ray", "later"]
     unused = DriverLog()
     unused.write("of a run that was refused")
     unused.close()

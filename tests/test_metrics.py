@@ -54,6 +54,7 @@ def eventually(check: Callable[[], Any], what: str) -> Any:
 def test_the_dashboard_is_one_that_grafana_imports() -> None:
     dashboard = json.loads((CONFIGS / "grafana-dashboard.json").read_text())
     assert dashboard["title"] and dashboard["schemaVersion"] >= 30
+    assert dashboard.get("id") is None and 0 < len(dashboard["uid"]) <= 40  # an id belongs to one Grafana alone
     assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
     cells = [
         (x, y)
@@ -63,8 +64,18 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
     ]
     assert len(cells) == len(set(cells)) and max(x for x, _ in cells) < 24  # nothing overlaps
     assert all(names(expression) for expression in expressions())
-    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
-    assert variables == {"datasource", "run"}
+    source = {"type": "prometheus", "uid": "${datasource}"}  # chosen on import, or Grafana's default
+    for panel in dashboard["panels"]:
+        assert panel["type"] in ("timeseries", "stat") and panel["datasource"] == source
+        references = [target["refId"] for target in panel["targets"]]
+        assert len(set(references)) == len(references)
+        assert all(target["datasource"] == source and target["legendFormat"] for target in panel["targets"])
+        assert {"defaults", "overrides"} <= panel["fieldConfig"].keys()
+    datasource, run = dashboard["templating"]["list"]
+    assert (datasource["name"], datasource["type"], datasource["query"]) == ("datasource", "datasource", "prometheus")
+    assert (run["name"], run["type"], run["datasource"], run["allValue"]) == ("run", "query", source, ".*")
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard["panels"])))
+    assert used == {"datasource", "run"}
 
 
 @pytest.mark.ray
@@ -104,6 +115,9 @@ def test_a_live_run_is_seen_from_outside(
 
         page = read_page(write_report(run))
     assert [r["restarts"] for r in records] == [{}, {}, {"gpu_worker": 1}, {}]
+    # The process that took the worker's place is not taken for one of Ray's.
+    ray_bytes = [r["peak_bytes"]["ray"] for r in records]
+    assert ray_bytes[-1] - ray_bytes[1] < records[1]["peak_bytes"]["gpu_worker"] / 2
     assert records[2]["replay_s"] > 0 and all(r["replay_s"] == 0 for r in records if r["step"] != 3)
     assert "Actor restarts: 1" in page.sections["restarts"]
     text = page.sections["summary"]

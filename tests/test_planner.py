@@ -116,7 +116,7 @@ def test_paged_layers_have_one_file_and_a_few_spare_ones_or_two_without_clipping
     clipped = plan(tiers__placement="nvme")
     assert clipped.resident == ()
     spilled = 4 * sum(stream()[index].numel for index in clipped.shape.spilled_grads)
-    assert clipped.store_bytes == 12 * TOTAL + 12 * (HEAD + EMBED + LAYER) + spilled
+    assert clipped.store_bytes == 12 * TOTAL + 12 * (HEAD + LAYER) + spilled
     assert plan(tiers__placement="nvme", training__max_grad_norm=0).store_bytes == 2 * 12 * TOTAL + 12 * HEAD
     assert clipped.peak_bytes["nvme_store"] <= planner.STORE_BYTES + 4 * 8 * MIB + 2 * 12 * HEAD
     assert clipped.peak_bytes["cpu_optimizer"] == planner.OPTIMIZER_BYTES + 4096 + 3 * MIB + 12 * HEAD

@@ -17,12 +17,12 @@ from megatrain_ray.cluster import Receipt
 from megatrain_ray.errors import RunDirectoryError
 from megatrain_ray.layout import pack_layer
 from megatrain_ray.observe.about import minimum_bytes
-from megatrain_ray.observe.activity import measure_activity, time_covered
+from megatrain_ray.observe.activity import call_seconds, measure_activity, time_covered
 from megatrain_ray.observe.report import RunFiles, explain_gaps, redact, write_report
-from megatrain_ray.observe.svg import thin, ticks
+from megatrain_ray.observe.svg import short, thin, ticks
 from megatrain_ray.observe.trace import build_trace
 from megatrain_ray.pipeline import Record
-from megatrain_ray.schedule import Op, StepShape, Tier, build_step
+from megatrain_ray.schedule import Action, Op, StepShape, Tier, build_step
 
 SECTIONS = [
     "summary", "curves", "timeline", "memory", "bytes", "restarts", "checkpoints", "configuration", "machine"
@@ -270,6 +270,21 @@ def test_activity_of_each_tier() -> None:
     assert time_covered([(0, 2), (1, 3), (5, 6), (5, 5.5)]) == 4
 
 
+def test_what_a_call_costs_is_seen_where_the_next_one_waits() -> None:
+    def ran(op: Op, submitted_s: float, started_s: float, ended_s: float) -> Record:
+        return Record(Action(op, 1), submitted_s, Receipt(started_s, ended_s, None, 0, 0))
+
+    records = [
+        ran(Op.FORWARD, 0.0, 0.5, 1.0),
+        ran(Op.FORWARD, 0.1, 1.004, 2.0),
+        ran(Op.BACKWARD, 2.5, 2.6, 3.0),  # nothing waited before it
+        ran(Op.BACKWARD, 2.6, 3.002, 4.0),
+        ran(Op.GRADS, 2.7, 4.003, 5.0),
+    ]
+    assert call_seconds(records) == pytest.approx(0.003)
+    assert call_seconds(records[:1]) is None
+
+
 def test_minimum_bytes_by_hand() -> None:
     # Five layers of 1024 elements: twice each, but the head once; with one graph kept, that layer once too.
     assert minimum_bytes(LAYERS, frozenset({3}), "bfloat16", keep_graph=1) == {
@@ -284,6 +299,7 @@ def test_minimum_bytes_by_hand() -> None:
 def test_axes_and_long_runs() -> None:
     assert ticks(0.0, 0.93) == pytest.approx([0, 0.25, 0.5, 0.75, 1.0])
     assert ticks(5.0, 5.0)[0] < 5.0 < ticks(5.0, 5.0)[-1]
+    assert [short(value) for value in (0.00075, 0.0025, 0.01, 12345.0)] == ["7.5e-4", "2.5e-3", "0.01", "12.3k"]
     groups = thin(range(100_000), [float(x % 7) for x in range(100_000)])
     assert len(groups) <= 240 and groups[-1][0] == 99_999
     assert all(low == 0 and high == 6 for _, _, low, high in groups)

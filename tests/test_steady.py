@@ -7,7 +7,9 @@ import re
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from megatrain_ray.bench import default_config
 from megatrain_ray.config import with_override
+from megatrain_ray.control import ask
 from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.trainer import Trainer
 from tests.runs import page
@@ -68,11 +71,21 @@ for layer in itertools.cycle(range(int(sys.argv[2]))):
 """
 
 
+def timed(work: Callable[[], Any]) -> float:
+    """Median seconds."""
+    times = []
+    for _ in range(5):
+        started_s = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - started_s)
+    return statistics.median(times)
+
+
 @pytest.mark.slow
 @pytest.mark.ray
 def test_what_watching_costs(tmp_path: Path) -> None:
     """Blocks of steps with a `status` a second and an `inspect` each, between blocks without: printed ratios."""
-    rounds, block = 4, 3
+    rounds, block = 2, 3
     config = default_config(tmp_path, placement="ram")
     config = with_override(config, f"training.max_steps={1 + 2 * rounds * block}")
     times: dict[bool, list[float]] = {True: [], False: []}
@@ -92,9 +105,18 @@ def test_what_watching_costs(tmp_path: Path) -> None:
                 watcher.kill()
                 said += watcher.communicate()[0]
         assert list(steps) == []
+        work_s = {
+            "status": timed(partial(ask, trainer.run.path, "status")),
+            "inspect": statistics.mean(
+                timed(partial(ask, trainer.run.path, "inspect", layer=str(layer))) for layer in range(layers)
+            ),
+        }
     answers = {name: re.findall(rf"{name} (\S+)", said) for name in ("status", "inspect")}
     assert all(answers.values())
     for name, seconds in answers.items():
         print(f"{name}: {len(seconds)} answers, median {1e3 * statistics.median(map(float, seconds)):.1f} ms")
+    share = work_s["status"] / 1 + work_s["inspect"] / 8
+    print(*(f"{name} without waiting: {1e3 * seconds:.2f} ms" for name, seconds in work_s.items()), sep="\n")
+    print(f"a status a second and an inspect every 8 s: {share:.2%} of the time")
     watched_s, alone_s = statistics.median(times[True]), statistics.median(times[False])
     print(f"step watched {watched_s:.3f} s, alone {alone_s:.3f} s, ratio {watched_s / alone_s:.4f}")

@@ -22,7 +22,7 @@ import shutil
 import struct
 import time
 from collections import Counter
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -86,6 +86,10 @@ class _Version:
         """Of the spans that lie in this one."""
         row = self.sections.index(section)
         return [(first, last, sums[row]) for first, last, sums in self.spans if start <= first and last <= stop]
+
+
+Transfer = Callable[[memoryview, int], tuple[int, bytes]]
+"""Moves a block from or to an offset of a file; returns the bytes moved and the checksum of the block."""
 
 
 class NvmeStore:
@@ -256,15 +260,19 @@ class NvmeStore:
                 target[:] = 0  # moments before the first step
                 return
             first_byte = version.data_start + version.sections.index(section) * spec.section_bytes("float32")
-            got = await self._blocks(file.read_into, target, first_byte + 4 * start)
-            self._read_bytes += got
-            if got != size:
-                raise StoreError(
-                    f"{spec.name}: read {got} of {size} bytes of {section} from {path}: the file is "
-                    "truncated; resume from the newest checkpoint",
-                    context={"layer": spec.index, "path": str(path), "expected": size, "got": got},
-                )
-            await asyncio.to_thread(self._check, version, spec, section, target, start)
+            spans = version.checksums(section, start, stop)
+            assert sum(last - first for first, last, _ in spans) == stop - start, "read in other parts than written"
+            for first, last, expected in spans:
+                piece = target[4 * (first - start) : 4 * (last - start)]
+                got, checksum = await self._blocks(_read_block(file), piece, first_byte + 4 * first)
+                self._read_bytes += got
+                if got != piece.nbytes:
+                    raise StoreError(
+                        f"{spec.name}: read {got} of {piece.nbytes} bytes of {section} from {path}: the file is "
+                        "truncated; resume from the newest checkpoint",
+                        context={"layer": spec.index, "path": str(path), "expected": piece.nbytes, "got": got},
+                    )
+                self._compare(version, spec, section, checksum, expected)
 
         started_s = time.perf_counter()
         try:
@@ -275,17 +283,14 @@ class NvmeStore:
         self._busy_s += time.perf_counter() - started_s
         return PackedLayer(spec.index, version.step, "float32", sections, buffer, start)
 
-    def _check(self, version: _Version, spec: LayerSpec, section: str, data: NDArray[np.uint8], start: int = 0) -> None:
-        """Compares a section, from element ``start`` on, with the checksums of its spans."""
-        for first, last, expected in version.checksums(section, start, start + data.nbytes // 4):
-            checksum = _checksum(data[4 * (first - start) : 4 * (last - start)])
-            if checksum != expected:
-                path = self.directory / version.file
-                raise StoreError(
-                    f"{spec.name}: {section} in {path} has checksum {checksum}, expected {expected}: the file is "
-                    "damaged; resume from the newest checkpoint",
-                    context={"layer": spec.index, "path": str(path)},
-                )
+    def _compare(self, version: _Version, spec: LayerSpec, section: str, checksum: str, expected: str) -> None:
+        if checksum != expected:
+            path = self.directory / version.file
+            raise StoreError(
+                f"{spec.name}: {section} in {path} has checksum {checksum}, expected {expected}: the file is "
+                "damaged; resume from the newest checkpoint",
+                context={"layer": spec.index, "path": str(path)},
+            )
 
     def _mapped(self, version: _Version, spec: LayerSpec) -> PackedLayer:
         """A layer's state where its file has it: the page cache's memory, which the kernel takes back when it must."""
@@ -298,7 +303,9 @@ class NvmeStore:
             raise _unreadable(spec, path, error) from error
         packed = PackedLayer(spec.index, version.step, "float32", tuple(version.sections), data)
         for section in version.sections:
-            self._check(version, spec, section, packed.section(section))
+            for first, last, expected in version.checksums(section, 0, spec.numel):
+                checksum = _checksum(packed.section(section)[4 * first : 4 * last])
+                self._compare(version, spec, section, checksum, expected)
         return packed
 
     async def _write(self, spec: LayerSpec, key: str, packed: PackedLayer, *, keep: int) -> WriteReceipt:
@@ -319,15 +326,14 @@ class NvmeStore:
                 offsets = [len(header) + row * 4 * spec.numel + 4 * packed.start for row in range(len(rows))]
                 done = await _all(
                     [
-                        self._blocks(file.write_from, padded, 0),
-                        *(self._blocks(self._staged(file), *each) for each in zip(rows, offsets, strict=True)),
-                        *(asyncio.to_thread(_checksum, row) for row in rows),
+                        self._blocks(self._write_block(file), padded, 0),
+                        *(self._blocks(self._write_block(file), *each) for each in zip(rows, offsets, strict=True)),
                     ]
                 )
                 if packed.stop == spec.numel:
                     file.truncate(len(header) + len(rows) * 4 * spec.numel)
             others = [span for span in version.spans if span[0] != packed.start]  # a replay writes parts again
-            version.spans = sorted([*others, (packed.start, packed.stop, done[1 + len(rows) :])])
+            version.spans = sorted([*others, (packed.start, packed.stop, [checksum for _, checksum in done[1:]])])
             if packed.stop == spec.numel:
                 await self._commit_version(spec, key, version, keep)
         except OSError as error:
@@ -393,27 +399,28 @@ class NvmeStore:
                 f"{spec.name}: {path} is missing; resume from the newest checkpoint", context={"layer": spec.index}
             ) from None
 
-    async def _blocks(self, transfer: Any, data: NDArray[np.uint8], offset: int) -> int:
-        """Moves ``data`` in blocks, several at a time; returns the bytes moved."""
+    async def _blocks(self, transfer: Transfer, data: NDArray[np.uint8], offset: int) -> tuple[int, str]:
+        """Moves ``data`` in blocks, several at a time; returns the bytes moved and the checksum of the blocks'."""
         loop = asyncio.get_running_loop()
         view = data.data
-        moved = await _all(
+        done = await _all(
             loop.run_in_executor(self._transfers, transfer, view[start : start + BLOCK_BYTES], offset + start)
             for start in range(0, len(view), BLOCK_BYTES)
         )
-        return sum(moved)
+        return sum(moved for moved, _ in done), _combined(digest for _, digest in done)
 
-    def _staged(self, file: BlockFile) -> Any:
+    def _write_block(self, file: BlockFile) -> Transfer:
         """Writes through an aligned block where the source is not aligned, as in the object store."""
 
-        def write(source: memoryview, offset: int) -> int:
+        def write(source: memoryview, offset: int) -> tuple[int, bytes]:
             data = np.frombuffer(source, np.uint8)
             if data.ctypes.data % ALIGNMENT == 0:
-                return file.write_from(source, offset)
+                return file.write_from(source, offset), xxhash.xxh3_64_digest(source)
             block = self._staging.pop() if self._staging else aligned_empty(BLOCK_BYTES)
             try:
-                block[: data.nbytes] = data
-                return file.write_from(block[: data.nbytes].data, offset)
+                staged = block[: data.nbytes]
+                staged[:] = data
+                return file.write_from(staged.data, offset), xxhash.xxh3_64_digest(staged.data)
             finally:
                 self._staging.append(block)
 
@@ -455,7 +462,20 @@ def _grads_key(spec: LayerSpec) -> str:
 
 
 def _checksum(data: NDArray[np.uint8]) -> str:
-    return xxhash.xxh3_64_hexdigest(data.data)
+    """As `NvmeStore._blocks` finds it: of the blocks' checksums, which the transfers compute on their way."""
+    blocks = (data[start : start + BLOCK_BYTES] for start in range(0, data.nbytes, BLOCK_BYTES))
+    return _combined(xxhash.xxh3_64_digest(block.data) for block in blocks)
+
+
+def _combined(digests: Iterable[bytes]) -> str:
+    return xxhash.xxh3_64_hexdigest(b"".join(digests))
+
+
+def _read_block(file: BlockFile) -> Transfer:
+    def read(target: memoryview, offset: int) -> tuple[int, bytes]:
+        return file.read_into(target, offset), xxhash.xxh3_64_digest(target)
+
+    return read
 
 
 def _header(spec: LayerSpec, packed: PackedLayer) -> bytes:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import Any
 
 from megatrain_ray.actors.nvme_store import WriteReceipt
 from megatrain_ray.pipeline import Record
 from megatrain_ray.schedule import Op, Tier, Value
 
-__all__ = ["measure_activity", "time_covered"]
+__all__ = ["call_seconds", "measure_activity", "time_covered"]
 
 
 def time_covered(intervals: Iterable[tuple[float, float]]) -> float:
@@ -19,6 +21,21 @@ def time_covered(intervals: Iterable[tuple[float, float]]) -> float:
         covered += max(end - max(start, reached), 0.0)
         reached = max(reached, end)
     return covered
+
+
+def call_seconds(records: Sequence[Record]) -> float | None:
+    """What a call costs an actor besides its work: the median pause of the worker while the next action waits for it.
+
+    Args:
+        records: In the order of submission.
+    """
+    worker = [record for record in records if record.action.tier is Tier.WORKER]
+    pauses = [
+        after.receipt.started_s - before.receipt.ended_s
+        for before, after in pairwise(worker)
+        if not after.action.reads and after.submitted_s < before.receipt.ended_s
+    ]
+    return statistics.median(pauses) if pauses else None
 
 
 def measure_activity(

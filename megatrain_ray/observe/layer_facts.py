@@ -14,12 +14,16 @@ from megatrain_ray.layout import LayerSpec
 __all__ = ["describe_state"]
 
 HISTOGRAM_BINS = 20
-_BLOCK_NUMEL = 1 << 18
-"""Elements looked at at once: what is computed of them stays in cache."""
+_BLOCK_NUMEL = 1 << 15
+"""Elements looked at at once: they stay in cache; within a block sums are fp32, over the blocks fp64."""
+
+_SMALL = 1e-20
+"""A sum of squares below this may have lost some to fp32's range, as second moments do."""
 
 Values = NDArray[np.float32]
 
 
+@np.errstate(all="ignore")  # sums that leave fp32's range are taken again
 def describe_state(
     spec: LayerSpec, step: int, sections: Mapping[str, Values], tensor: str | None = None
 ) -> dict[str, Any]:
@@ -48,23 +52,28 @@ def describe_state(
     return {"layer": spec.name, "index": spec.index, "step": step, "tensors": tensors}
 
 
-def _blocks(values: Values) -> Iterator[Values]:
-    """Finite values, in blocks that are views wherever all are finite."""
+def _blocks(values: Values) -> Iterator[tuple[Values, float]]:
+    """Finite values in blocks, views wherever all are finite, and the sum of each."""
     for start in range(0, values.size, _BLOCK_NUMEL):
         block = values[start : start + _BLOCK_NUMEL]
-        # A sum in fp64 of fp32 values is finite exactly if all of them are.
-        yield block if np.isfinite(block.sum(dtype=np.float64)) else block[np.isfinite(block)]
+        total = float(block.sum())
+        if not np.isfinite(total):  # a value is not finite, or the sum is beyond fp32
+            block = block[np.isfinite(block)]
+            total = float(block.sum(dtype=np.float64))
+        yield block, total
 
 
 def _statistics(values: Values) -> dict[str, Any]:
     count, total, squares = 0, 0.0, 0.0
     low, high = float("inf"), float("-inf")
-    for block in _blocks(values):
+    for block, block_total in _blocks(values):
         if block.size:
-            exact = block.astype(np.float64)
             count += block.size
-            total += float(exact.sum())
-            squares += float(exact @ exact)
+            total += block_total
+            square = float(block @ block)
+            if not np.isfinite(square) or square < _SMALL:
+                square = float(np.square(block, dtype=np.float64).sum())
+            squares += square
             low, high = min(low, float(block.min())), max(high, float(block.max()))
     return {
         "norm": squares**0.5,
@@ -81,7 +90,7 @@ def _histogram(values: Values, statistics: Mapping[str, Any]) -> dict[str, Any]:
     if low == high:
         return {"from": low, "to": high, "counts": [count] if count else []}
     counts = np.zeros(HISTOGRAM_BINS, np.int64)
-    for block in _blocks(values):
+    for block, _ in _blocks(values):
         bins = ((block - np.float64(low)) * (HISTOGRAM_BINS / (high - low))).astype(np.int64)
         counts += np.bincount(np.minimum(bins, HISTOGRAM_BINS - 1), minlength=HISTOGRAM_BINS)
     return {"from": low, "to": high, "counts": counts.tolist()}

@@ -20,6 +20,7 @@ __all__ = ["LOGS", "NOWHERE", "ActorLog", "DriverLog", "Place"]
 
 LOGS = "logs"
 _PACKAGE = __package__.partition(".")[0]
+_RAY = logging.getLogger("ray")
 _MOST_NOTES = 20
 """Warnings between two receipts that are shown in the terminal; the file has them all."""
 
@@ -118,7 +119,10 @@ class ActorLog:
 
 
 class DriverLog:
-    """The driver's own log; what comes before the run has a directory is kept until it has."""
+    """The driver's own log, and what Ray says in this process.
+
+    What comes before the run has a directory is kept until it has.
+    """
 
     def __init__(self) -> None:
         self._logger = logging.Logger("driver", logging.INFO)  # of this run alone: a process may have several
@@ -133,6 +137,8 @@ class DriverLog:
         memory.setTarget(self._handler)
         memory.close()
         self._logger.addHandler(self._handler)
+        _RAY.addHandler(self._handler)
+        _RAY.propagate = False  # its warnings are about clusters; this run's own reach the terminal
 
     def write(
         self, message: str, place: Place = NOWHERE, *, level: int = logging.INFO, error: BaseException | None = None
@@ -142,6 +148,9 @@ class DriverLog:
 
     def close(self) -> None:
         """Writes no more."""
+        if self._handler in _RAY.handlers:
+            _RAY.removeHandler(self._handler)
+            _RAY.propagate = True
         self._logger.removeHandler(self._handler)
         self._handler.close()
 

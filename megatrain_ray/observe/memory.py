@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -53,10 +54,10 @@ class RayMemory:
 
     Args:
         object_store_socket: Of this node, as `ray.nodes` names it.
-        ours: Processes that are accounted for elsewhere.
+        ours: Gives the processes that are accounted for elsewhere; those of actors change when these restart.
     """
 
-    def __init__(self, object_store_socket: str, ours: set[int]) -> None:
+    def __init__(self, object_store_socket: str, ours: Callable[[], set[int]]) -> None:
         self._ours = ours
         self._raylet = next((each for each in psutil.process_iter() if _serves(each, object_store_socket)), None)
         self._plasma = self._find_plasma()
@@ -71,14 +72,14 @@ class RayMemory:
 
     def processes_bytes(self) -> int:
         """Private memory of Ray's processes now, without ours; 0 where they cannot be seen."""
-        total = 0
+        total, ours = 0, self._ours()
         with contextlib.suppress(psutil.Error):
             if self._raylet is not None:
                 # The raylet's siblings are the other services, its children agents and idle workers.
                 parent = self._raylet.parent()
                 family = parent.children(recursive=True) if parent is not None and parent.pid != 1 else []
                 for process in family or [self._raylet, *self._raylet.children(recursive=True)]:
-                    if process.pid not in self._ours:
+                    if process.pid not in ours:
                         with contextlib.suppress(OSError, ValueError):
                             total += private_bytes(process.pid)
         return total

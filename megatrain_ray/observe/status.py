@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -40,6 +41,7 @@ def live_status(
     layer_names: Sequence[str],
     records: deque[dict[str, Any]],
     planned_bytes: Mapping[str, int],
+    stored_bytes: int,
 ) -> dict[str, Any]:
     """The status of this process's run.
 
@@ -54,9 +56,10 @@ def live_status(
         layer_names: Of the stream.
         records: The last metrics records, newest last.
         planned_bytes: Peak memory by process and tier, as planned.
+        stored_bytes: Of the store's files now.
     """
     last = records[-1] if records else {}
-    peaks = last.get("peak_bytes", {})
+    peaks = {**last.get("peak_bytes", {}), "nvme": stored_bytes}
     now_s = time.time()
     actors: dict[str, Any] = {}
     for tier in Tier:
@@ -152,30 +155,31 @@ def render_status(status: Mapping[str, Any]) -> RenderableType:
         head.append(f"  {_duration(status['eta_s'])} left")
     if status.get("cause"):
         head.append(f"\n{status['cause']}", style="red")
-    actors = Table("actor", "pid", "state", "restarts", "now", "queue", "memory (plan)", expand=False)
+    actors = Table("actor", "pid", "state", "restarts", "now", "queue", "MiB (plan)", box=SIMPLE_HEAD)
+    for column in actors.columns:
+        column.no_wrap = True
     for name, actor in status["actors"].items():
         now = f"{actor['action']} {actor['layer']}" if actor.get("action") else "-"
         actors.add_row(
             name, str(actor["pid"] or "-"), actor["state"], str(actor["restarts"]), now, str(actor.get("queue", "-")),
             _against_plan(actor["peak_bytes"], actor["planned_bytes"]),
         )  # fmt: skip
-    tiers = Table("tier", "most bytes so far (plan)", "GB/s of the last step")
+    tiers = Table("tier", "most MiB so far (plan)", "GB/s of the last step", box=SIMPLE_HEAD)
     speed = status.get("gb_per_s", {})
     rates = {
         "object_store": f"{speed.get('object_store_put', 0):.2f} put",
         "nvme": f"{speed.get('nvme_read', 0):.2f} read, {speed.get('nvme_write', 0):.2f} written",
     }
-    for name in ("object_store", "device", "driver"):
+    for name in ("nvme", "object_store", "device", "driver"):
         measured, planned = status["peak_bytes"].get(name), status["planned_bytes"].get(name)
         if measured or planned:
             tiers.add_row(name, _against_plan(measured, planned), rates.get(name, "-"))
-    tiers.add_row("nvme", "-", rates["nvme"])
     return Group(head, actors, tiers)
 
 
 def _against_plan(measured: int | None, planned: int | None) -> str:
     def show(size: int | None) -> str:
-        return "-" if size is None else f"{size / 2**20:,.0f} MiB"
+        return "-" if size is None else f"{size / 2**20:,.0f}"
 
     return f"{show(measured)} ({show(planned)})"
 

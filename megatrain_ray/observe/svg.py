@@ -63,11 +63,11 @@ def short(value: float) -> str:
     if value == 0:
         return "0"
     size = abs(value)
-    if size >= 1e4 or size < 1e-3:
+    if size >= 1e4 or size < 1e-2:
         for limit, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if size >= limit:
                 return f"{value / limit:.3g}{letter}"
-        return f"{value:.2g}".replace("e-0", "e-")
+        return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
     return f"{value:.4g}"
 
 

@@ -412,14 +412,17 @@ def test_a_layer_written_in_parts_counts_with_its_last_one(tmp_path: Path) -> No
     async def work() -> None:
         store = make(tmp_path, generations=1)
         spec, half = LAYERS[1], LAYERS[1].numel // 2
-        await store.write(1, packed(1, 1, MASTER))
+        masters = packed(1, 1, MASTER).data
+        for start in (0, half):
+            part = masters[4 * start : 4 * (start + half)]
+            await store.write(1, PackedLayer(1, 1, "float32", MASTER, part, start))
         whole = packed(1, 2)
         rows = whole.data.reshape(len(STATE), -1)
         first = PackedLayer(1, 2, "float32", STATE, rows[:, : 4 * half].flatten())
         last = PackedLayer(1, 2, "float32", STATE, rows[:, 4 * half :].flatten(), half)
         await store.write(1, first)
         assert (await store.read_master(1)).step == 1
-        assert same(await store.read(1, (0, half)), PackedLayer(1, 1, "float32", STATE, first_of(packed(1, 1, MASTER))))
+        assert same(await store.read(1, (0, half)), PackedLayer(1, 1, "float32", STATE, first_of(masters)))
         await store.write(1, first)  # a replay
         await store.write(1, last)
         assert same(await store.read(1), whole)
@@ -436,8 +439,8 @@ def test_a_layer_written_in_parts_counts_with_its_last_one(tmp_path: Path) -> No
         with pytest.raises(StoreError, match=r"exp_avg_sq .* damaged"):
             await again.read(1, (half, spec.numel))
 
-    def first_of(masters: PackedLayer) -> NDArray[np.uint8]:
-        part = masters.data[: masters.data.nbytes // 2]
+    def first_of(masters: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        part = masters[: masters.nbytes // 2]
         return np.concatenate([part, np.zeros(2 * part.nbytes, np.uint8)])
 
     asyncio.run(work())
