@@ -283,7 +283,7 @@ class Trainer:
             TrainingError: The actors have not been started.
         """
         spec = find_layer(self.layers, layer)
-        if self._cluster is None or Tier.OPTIMIZER not in self._cluster.pids:
+        if self._cluster is None or self.state == "starting":
             raise TrainingError("the run is starting: its layers are not there yet")
         tier = Tier.STORE if spec.index in self._shape.paged else Tier.OPTIMIZER
         facts: dict[str, Any] = self._cluster.ask(tier, "inspect", spec.index, tensor)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import psutil
@@ -117,6 +118,14 @@ def test_a_run_that_is_steered_ends_as_one_that_is_not(
         assert sum(tensor["histogram"]["counts"]) == saved[tensor["name"]].numel()
     done = run("pause", str(directory), cwd=tmp_path)
     assert done.returncode == 1 and "the run is finished" in done.last_line
+
+
+def test_layers_are_not_shown_before_they_are_there(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    with Trainer(make_config(model_dir("llama"), tiers__placement="nvme")) as trainer:
+        # As during an import, which takes minutes: the actors answer, and have nothing yet.
+        trainer._cluster = Mock(pids=dict.fromkeys(Tier, 1))
+        with pytest.raises(TrainingError, match="the run is starting: its layers are not there yet"):
+            trainer.inspect("1")
 
 
 @pytest.mark.ray
