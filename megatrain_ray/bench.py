@@ -267,16 +267,17 @@ def _bench_link(device: str, rounds: int, nbytes: int = 256 << 20) -> list[Compa
     ]
 
 
-def bench_saving(config: Config, *, tell: Callable[[str], None], steps: int = 10) -> list[Comparison]:
+def bench_saving(config: Config, *, rounds: int, tell: Callable[[str], None]) -> list[Comparison]:
     """What a checkpoint adds to the steps that it is written beside, and to memory.
 
     The steps in which one is written stand between as many without, so that a machine that gets slower counts for both.
 
     Args:
         config: Of the run.
+        rounds: Twice as many steps see one checkpoint.
         tell: Called with progress.
-        steps: In which a checkpoint is written once.
     """
+    steps = 2 * rounds
     saving = {"save_steps": 2 * steps, "save_total_limit": 1, "max_steps": 4 * steps + 1}
     training = config.training.model_copy(update=saving)
     seconds: list[float] = []

@@ -235,7 +235,7 @@ def bench(
         results = measure.bench_tiers(root, tell=_tell)
         steps = measure.bench_step(config, rounds=rounds, tell=_tell)
         results += steps + measure.bench_data(config, root / "tokens", step_s=steps[0].ours, tell=_tell)
-        results += measure.bench_saving(config, tell=_tell)
+        results += measure.bench_saving(config, rounds=rounds, tell=_tell)
     if as_json:
         print(json.dumps([result.to_json() for result in results], indent=2))
         return

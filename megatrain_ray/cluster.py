@@ -27,6 +27,8 @@ os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 os.environ.setdefault("RAY_free_objects_period_milliseconds", "20")
 # The store is as large as the plan says: being 80% full is no reason to copy values to disk.
 os.environ.setdefault("RAY_object_spilling_threshold", "1.0")
+# Ray remembers this many past tasks for its dashboard: of the last steps, not hundreds of MB of a long run's.
+os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
 
 # The plan keeps memory in bounds; Ray's monitor, which kills processes at 95%, is only the last resort.
 os.environ.setdefault("RAY_memory_usage_threshold", "0.98")

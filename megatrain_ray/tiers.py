@@ -61,6 +61,7 @@ def tier_builders(
             loss_chunk_tokens=plan.loss_chunk_tokens,
             label_smoothing=training.label_smoothing_factor,
             needs_packed_masks=prepared.packed_masks,
+            eager_updates=not plan.shape.deferred,
         ),
     }
 

@@ -192,7 +192,6 @@ class Trainer:
                     self._begin_save()
                 yield record
             self.save_checkpoint()
-            self._training = False
             if self._call_s is not None:
                 remember_call(self.run.store, self.device, self._call_s)
         except Exception as error:
@@ -202,6 +201,8 @@ class Trainer:
                 self._log.write("failed", Place(self.step), level=logging.ERROR, error=error)
                 self._enter("failed", cause=str(error) or type(error).__name__)
             raise error
+        finally:
+            self._training = False
         self._enter("finished" if self.step >= self.total_steps else "stopped")
 
     def request_stop(self) -> bool:
@@ -290,7 +291,13 @@ class Trainer:
         return facts
 
     def save_checkpoint(self) -> Path:
-        """Completes the present step and saves it, unless that is done already; returns the checkpoint's directory."""
+        """Completes the present step and saves it, unless that is done already; returns the checkpoint's directory.
+
+        Raises:
+            TrainingError: The run has failed: what it holds may be half of a step.
+        """
+        if self.state == "failed":
+            raise TrainingError(f"{self.run.path}: the run has failed; resume it from its newest checkpoint")
         self._start()
         if self._saved != self.step:
             self._begin_save()
@@ -467,7 +474,8 @@ class Trainer:
             self._flush_save()
         self._enter("paused")
         self.tell(f"paused at step {self.step}")
-        self._go.wait()
+        while not self._go.wait(1.0) and not self._stop:
+            pass
         self._enter("running")
 
     @property
@@ -503,7 +511,10 @@ class Trainer:
         hyper = Hyper(batch.step, self._learning_rate(batch.step))
         saving = self._saving is not None
         schedule = build_step(self._shape, pending=self._pending is not None, save=saving)
-        records = self._run(schedule, batch, eager=hyper)
+        try:
+            records = self._run(schedule, batch, eager=hyper)
+        except NonFiniteError as error:
+            raise self._not_finite(batch, hyper, str(error)) from None
         if saving and not self._finish_save():
             # The store died with half a checkpoint. Updates that wait for the next forward leave the state to be saved
             # as it was; others have changed it, and the step after this one is saved instead.
@@ -516,13 +527,7 @@ class Trainer:
         loss = next(info.loss for info in infos if info.loss is not None)
         grad_norm = math.sqrt(math.fsum(info.square_sum for info in infos))
         if not math.isfinite(grad_norm) or not math.isfinite(loss):
-            raise NonFiniteError(
-                f"step {batch.step}: loss {loss}, gradient norm {grad_norm}: the step was not taken (samples "
-                f"{list(batch.samples[:8])}{'...' if len(batch.samples) > 8 else ''}, learning rate "
-                f"{hyper.learning_rate:g}). Lower the learning rate or look at those rows, and resume from the newest "
-                "checkpoint",
-                context={"step": batch.step, "loss": loss, "grad_norm": grad_norm},
-            )
+            raise self._not_finite(batch, hyper, f"loss {loss}, gradient norm {grad_norm}")
         if self._shape.deferred:
             # As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1.
             scale = min(float(training.max_grad_norm or 0.0) / (grad_norm + 1e-6), 1.0)
@@ -530,6 +535,14 @@ class Trainer:
         self.step = batch.step
         write_trace(self.run.path / "trace.json", records, self.layers, step=self.step)
         return self._record(batch, hyper, loss, grad_norm, records, started_s)
+
+    def _not_finite(self, batch: StepBatch, hyper: Hyper, what: str) -> NonFiniteError:
+        return NonFiniteError(
+            f"step {batch.step}: {what}: the step was not taken (samples {list(batch.samples[:8])}"
+            f"{'...' if len(batch.samples) > 8 else ''}, learning rate {hyper.learning_rate:g}). Lower the learning "
+            "rate or look at those rows, and resume from the newest checkpoint",
+            context={"step": batch.step},
+        )
 
     def _run(
         self, schedule: Schedule, batch: StepBatch | None, *, eager: Hyper | None = None, train: bool = True

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
-from megatrain_ray.errors import ActorLostError, NonFiniteError, RunDirectoryError
+from megatrain_ray.errors import ActorLostError, NonFiniteError, RunDirectoryError, TrainingError
 from megatrain_ray.observe.status import read_status
 from megatrain_ray.schedule import Tier
 from megatrain_ray.trainer import Trainer
@@ -266,17 +267,32 @@ def test_resume_at_any_step_and_with_other_settings(
     resumed(10, changed=("data.path",)).shutdown()
 
 
-def test_a_non_finite_norm_never_reaches_the_masters(model_dir: ModelDir, make_config: MakeConfig) -> None:
+@pytest.mark.parametrize("max_grad_norm", [0.5, None])
+def test_a_non_finite_norm_never_reaches_the_masters(
+    max_grad_norm: float | None, model_dir: ModelDir, make_config: MakeConfig
+) -> None:
     config = make_config(
-        model_dir("llama"), training__learning_rate=1e30, training__save_steps=1, training__warmup_steps=0
+        model_dir("llama"),
+        training__save_steps=1,
+        training__lr_scheduler_type="constant",
+        training__max_grad_norm=max_grad_norm,
     )
     with Trainer(config) as trainer:
         taken = []
-        with pytest.raises(NonFiniteError, match="the step was not taken"):
+        with pytest.raises(NonFiniteError, match=r"step \d+: .*(nan|inf).* the step was not taken"):
             for record in trainer.steps():
                 taken.append(record)
-        newest = max(trainer.run.path.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
-        assert int(newest.name.split("-")[1]) <= len(taken)
+                if record["step"] == 3:
+                    trainer.change("learning_rate", 1e30)
+        for spec in trainer.layers:
+            for tensor in trainer.inspect(spec.name)["tensors"] if spec.tensors else ():
+                assert math.isfinite(tensor["min"]) and math.isfinite(tensor["max"]), tensor
+        with pytest.raises(TrainingError, match="the run has failed"):
+            trainer.save_checkpoint()
+        saved = sorted(trainer.run.path.glob("checkpoint-*"))
+        assert saved and all(int(path.name.split("-")[1]) <= len(taken) for path in saved)
+    for file in (file for path in saved for file in path.glob("*.safetensors")):
+        assert all(bool(values.isfinite().all()) for values in load_file(file).values()), file
     logged = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
     assert len(logged) == len(taken)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from torch import Tensor
 from megatrain_ray.actors.device import Device
 from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.packing_gate import packed_masks
+from megatrain_ray.errors import NonFiniteError
 from megatrain_ray.layout import LAYER_ALIGN_NUMEL, LayerSpec
 from megatrain_ray.model import LayerGraph, MicroBatchTensors, Prologue, StreamModel, target_rows
 from megatrain_ray.packed import GRADS, PackedLayer
@@ -102,6 +104,7 @@ class GpuWorker:
         loss_chunk_tokens: Target tokens whose logits exist at once.
         label_smoothing: As in `torch.nn.functional.cross_entropy`.
         needs_packed_masks: Packed rows come with masks made here instead of ``position_ids`` alone.
+        eager_updates: Updates follow as gradients arrive, before the norm is known.
         open_source: Opens what the run starts from; only an import calls it.
     """
 
@@ -112,6 +115,7 @@ class GpuWorker:
         *,
         open_source: Callable[[], RunSource],
         needs_packed_masks: bool = False,
+        eager_updates: bool = False,
         seed: int = 0,
         keep_graph: int = 0,
         loss_chunk_tokens: int = 1024,
@@ -125,6 +129,7 @@ class GpuWorker:
         head = len(model.layers) - 1
         self._kept = range(head - keep_graph, head)
         self.needs_packed_masks = needs_packed_masks
+        self.eager_updates = eager_updates
         self._open_source = open_source
         self._source: RunSource | None = None
         self._imported: PackedLayer | None = None
@@ -287,10 +292,17 @@ class GpuWorker:
         self._uses += 1
 
     def grads(self, layer: int) -> tuple[PackedLayer, GradInfo]:
-        """The fp32 gradient of a layer, on the host."""
+        """The fp32 gradient of a layer, on the host.
+
+        Raises:
+            NonFiniteError: It holds a NaN or an infinity, and an update would follow at once.
+        """
         data = self.device.collect(self._offloads.pop(layer))
+        square_sum = float(self._square_sums.pop(layer))
+        if self.eager_updates and not math.isfinite(square_sum):
+            raise NonFiniteError(f"the gradient of {self.model.layers[layer].name} has norm {math.sqrt(square_sum)}")
         info = GradInfo(
-            square_sum=float(self._square_sums.pop(layer)),
+            square_sum=square_sum,
             loss=sum(float(loss) for loss in self._losses) if layer == 0 else None,
             busy_s=self.device.take_busy_s(),
             device_peak_bytes=self.device.peak_bytes(),

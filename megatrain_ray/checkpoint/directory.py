@@ -117,13 +117,18 @@ def remove_debris(output_dir: str | Path) -> list[Path]:
     return debris
 
 
+def hide(path: Path) -> Path:
+    """Renames a checkpoint, if it exists, so that no reader takes it for one; returns the new name."""
+    hidden = path.with_name(f".{path.name}.removed")
+    if path.is_dir():
+        shutil.rmtree(hidden, ignore_errors=True)
+        path.rename(hidden)
+    return hidden
+
+
 def remove_tree(path: Path) -> None:
     """Removes a directory if it exists; a checkpoint is hidden first, so that a kill leaves no half of it behind."""
-    if _NAME.fullmatch(path.name) and path.is_dir():
-        hidden = path.with_name(f".{path.name}.removed")
-        shutil.rmtree(hidden, ignore_errors=True)
-        path = path.rename(hidden)
-    shutil.rmtree(path, ignore_errors=True)
+    shutil.rmtree(hide(path) if _NAME.fullmatch(path.name) else path, ignore_errors=True)
 
 
 def _checksum(path: Path) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatrain_ray.checkpoint.directory import MANIFEST, TRAINER_STATE, checkpoint_path, remove_tree
+from megatrain_ray.checkpoint.directory import MANIFEST, TRAINER_STATE, checkpoint_path, hide, remove_tree
 from megatrain_ray.checkpoint.safetensors_file import (
     BLOCK_BYTES,
     FileRecord,
@@ -214,9 +214,10 @@ class CheckpointWriter:
             records = {name: {"bytes": each.bytes, "xxh3_64": each.xxh3_64} for name, each in sorted(files.items())}
             write_durably(self._partial / MANIFEST, _json({"version": 1, "step": self._step, "files": records}))
             sync_directory(self._partial)
-            remove_tree(self._final)
+            older = hide(self._final)
             self._partial.rename(self._final)
             sync_directory(self._final.parent)
+            remove_tree(older)
         return self._final
 
     def abort(self) -> None:
