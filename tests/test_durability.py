@@ -11,6 +11,7 @@ import shutil
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,10 @@ MakeConfig = Callable[..., Any]
 
 
 class Killer(threading.Thread):
-    """SIGKILL to a random actor at random moments, from beside the run, until it has killed often enough."""
+    """SIGKILL to a random actor at random moments, from beside the run, until it has killed often enough.
+
+    At most twice a step: a third death at the same place would rightly end the run.
+    """
 
     def __init__(self, trainer: Trainer, kills: int, longest_s: float, seed: int) -> None:
         super().__init__(daemon=True)
@@ -40,12 +44,13 @@ class Killer(threading.Thread):
         self.longest_s = longest_s
         self.random = random.Random(seed)
         self.killed: list[str] = []
+        self.in_step: Counter[int] = Counter()
         self.ended = threading.Event()
 
     def run(self) -> None:
         while len(self.killed) < self.kills and not self.ended.wait(self.random.uniform(0, self.longest_s)):
             cluster = self.trainer._cluster
-            if cluster is None or len(cluster.pids) < len(Tier):
+            if cluster is None or len(cluster.pids) < len(Tier) or self.in_step[self.trainer.step] == 2:
                 continue
             tier = self.random.choice(list(Tier))
             action = next((str(action) for action, _ in self.trainer._pipeline.in_flight()), "between schedules")
@@ -54,6 +59,7 @@ class Killer(threading.Thread):
             except ProcessLookupError:
                 continue
             self.killed.append(f"{tier} in {action}")
+            self.in_step[self.trainer.step] += 1
 
 
 SOAK = [
