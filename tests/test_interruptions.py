@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import random
 import re
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 from megatrain_ray.checkpoint.directory import find_problem
+from megatrain_ray.config import load_config, with_override
 from megatrain_ray.control import NotLiveError, ask
 from megatrain_ray.errors import TrainingError
 from megatrain_ray.run_directory import RunDirectory
@@ -63,6 +63,7 @@ PHASES: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.usefixtures("ray_instance")
 def test_a_signal_ends_a_run_with_a_complete_checkpoint_or_none(
     phase: str, model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -93,8 +94,10 @@ def test_a_signal_ends_a_run_with_a_complete_checkpoint_or_none(
     if phase == "evaluation":
         assert done % 3 == 0 and "eval_loss" not in records(run_dir)[-1], "the signal waited for the evaluation"
     target = done + 1
-    resumed = run("train", "run.yaml", "--resume", "--set", f"training.max_steps={target}", cwd=tmp_path)
-    assert resumed.returncode == 0, resumed.err
+    config = with_override(config, f"training.max_steps={target}")
+    with Trainer(config, resume=True, changed=["training.max_steps"]) as trainer:
+        for _ in trainer.steps():
+            pass
     assert [record["step"] for record in records(run_dir)] == list(range(1, target + 1))
     evaluated = [record["step"] for record in records(run_dir) if "eval_loss" in record]
     assert evaluated == sorted({*range(3, target + 1, 3), target})
@@ -149,9 +152,10 @@ def test_killed_while_saving_and_resumed_equals_undisturbed(
     assert digest(run_dir / end) == digest(tmp_path / "plain" / end)
     assert not is_saving(run_dir)
     assert len(numbers(run_dir)) == 2
-    again = run("train", "run.yaml", "--resume", cwd=tmp_path)
-    assert again.returncode == 0
-    assert "already complete" in again.err
+    told: list[str] = []
+    with Trainer(load_config(tmp_path / "run.yaml"), resume=True, tell=told.append) as trainer:
+        assert list(trainer.steps()) == []
+    assert any("already complete" in message for message in told)
     assert digest(run_dir / end) == digest(tmp_path / "plain" / end)
 
 
@@ -305,19 +309,19 @@ def test_a_directory_that_cannot_be_written_is_refused(
     assert command.last_line == f"error: {output / 'run'}: cannot be used: Read-only file system"
 
 
+@pytest.mark.usefixtures("ray_instance")
 def test_reruns_leave_no_debris(model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path) -> None:
     """Three runs into one directory take the disk of one."""
     config = make_config(model_dir("llama"), tiers__placement="nvme", training__max_steps=3, training__save_steps=2)
-    config_path = write_config(tmp_path, config)
     held = []
     for _ in range(3):
-        command = run("train", config_path, "--overwrite", cwd=tmp_path)
-        assert command.returncode == 0, command.err
-        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
-        held.append({path.relative_to(tmp_path): path.stat().st_size for path in files if path.suffix != ".jsonl"})
+        with Trainer(config, overwrite=True) as trainer:
+            for _ in trainer.steps():
+                pass
+        files = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and "logs" not in path.parts]
+        held.append({path.relative_to(tmp_path): path.stat().st_size for path in files})
     # Which of a layer's files is the newest may differ, how many there are does not.
     names = [sorted(re.sub(r"\.\d\.", ".N.", str(path)) for path in each) for each in held]
     assert names[0] == names[1] == names[2]
     stores = [sum(size for path, size in each.items() if "store" in path.parts) for each in held]
     assert stores[0] == stores[1] == stores[2] > 0
-    assert json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "finished"
