@@ -8,7 +8,6 @@ import os
 import pty
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -139,8 +138,7 @@ def test_a_job_whose_terminal_is_closed_is_steered_and_ends_as_if_nothing_had_ha
     job = read_until(master, r"Job '(raysubmit_\w+)' submitted")[1]
     directory = Path(read_until(master, r"output: (\S+)\r?\n")[1])
     os.close(master)  # the terminal is closed
-    submission.wait(timeout=30)
-    assert submission.returncode == -signal.SIGHUP
+    assert submission.wait(timeout=60) != 0  # by the hang-up, or by an error of writing to what is not there
     assert directory == workstation.home / "megatrain_runs" / "runs" / "mine"
 
     wait_for(directory, lambda status: status["state"] == "running")
