@@ -212,6 +212,16 @@ def small_disk() -> Iterator[Callable[[dict[Path, int]], SmallDisk]]:
         disk.close()
 
 
+def fill_while_paused(command: Command, disk: SmallDisk, output: Path, *, leave: int = 0) -> None:
+    """Holds the run that starts in ``output`` before its next step, and takes its disk away."""
+    inside = disk.path(output) / "run"
+    command.until((inside / "control.sock").exists)
+    ask(inside, "pause")
+    command.until(lambda: ask(inside, "status")["state"] == "paused")
+    disk.fill(output, leave=leave)
+    ask(inside, "resume")
+
+
 def test_a_disk_that_fills_during_a_run(
     small_disk: Callable[[dict[Path, int]], SmallDisk], model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
 ) -> None:
@@ -224,11 +234,7 @@ def test_a_disk_that_fills_during_a_run(
     config_path = write_config(tmp_path, config)
     command = Command("train", config_path, cwd=tmp_path, prefix=disk.prefix)
     inside = disk.path(output) / "run"
-    command.until((inside / "control.sock").exists)
-    ask(inside, "pause")
-    command.until(lambda: ask(inside, "status")["state"] == "paused")
-    disk.fill(output)
-    ask(inside, "resume")
+    fill_while_paused(command, disk, output)
     assert command.wait(60) == 1, command.err
     assert re.search(r"\d+ (bytes )?free.*resume from the newest checkpoint", command.last_line)
     assert "Traceback" not in command.err
@@ -265,11 +271,7 @@ def test_room_for_one_and_a_half_checkpoints(
     command = Command(
         "train", config_path, "--resume", "--set", "training.save_steps=1", cwd=tmp_path, prefix=disk.prefix
     )
-    command.until((inside / "control.sock").exists)
-    ask(inside, "pause")
-    command.until(lambda: ask(inside, "status")["state"] == "paused")
-    disk.fill(output, leave=size // 2)
-    ask(inside, "resume")
+    fill_while_paused(command, disk, output, leave=size // 2)
     assert command.wait(60) == 1, command.err
     assert re.search(r"checkpoint-\d+: a checkpoint needs \d+ bytes, the file system has \d+ free", command.last_line)
     assert command.leaves_nothing()

@@ -58,10 +58,10 @@ class _Lines(logging.Formatter):
 
 
 class _File(logging.FileHandler):
-    """Flushes each record. A disk that is full stops the run where state is written, not here."""
+    """Flushes each record."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        pass
+        """A disk that is full stops the run where state is written, not here."""
 
 
 def _file_handler(directory: Path, actor: str) -> logging.Handler:
