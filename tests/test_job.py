@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from megatrain_ray.control import ask
 from megatrain_ray.observe.status import read_status
 from megatrain_ray.trainer import Trainer
 from tests.runs import digest, trace
@@ -142,6 +143,7 @@ def test_a_job_whose_terminal_is_closed_is_steered_and_ends_as_if_nothing_had_ha
     assert directory == workstation.home / "megatrain_runs" / "runs" / "mine"
 
     wait_for(directory, lambda status: status["state"] == "running")
+    ask(directory, "pause")  # a command takes longer to start than this run to end
     assert "paused at step" in workstation.megatrain("pause", str(directory))
     held = json.loads(workstation.megatrain("status", str(directory), "--json"))
     assert held["state"] == "paused" and held["step"] < STEPS
