@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import signal
 import sys
@@ -86,6 +87,7 @@ def plan(
     from megatrain_ray.observe.plan_table import print_plan
     from megatrain_ray.prepare import plan_elsewhere, plan_here
 
+    gc.freeze()  # a million objects of the libraries, which no collection has to look at again
     config = load_config(config_path, overrides or ())
     if machine is not None:
         from megatrain_ray.machine_file import load_machine

@@ -6,6 +6,7 @@ fit at all is refused before anything is written, with the numbers and the small
 
 from __future__ import annotations
 
+import bisect
 import mmap
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -233,9 +234,9 @@ class _Planner:
             prefetch_depth=1 if self.config.tiers.prefetch_depth == "auto" else self.config.tiers.prefetch_depth,
             keep_graph=self._asked_keep_graph,
         )
-        if not self._fits_device(self._plan(start)):
+        if not self._fits_device(start):
             start = replace(start, offload_inputs=True)
-        fitting = [choice for choice in self._placements(start) if self._fits_ram(self._plan(choice))]
+        fitting = [choice for choice in self._placements(start) if self._fits_ram(choice)]
         if not fitting:
             self._refuse_ram(start)
         choice = min(fitting, key=self._seconds)
@@ -243,9 +244,8 @@ class _Planner:
             choice = self._better(choice, replace(choice, prefetch_depth=depth))
         if self.config.tiers.recompute == "auto":
             choice = self._better(choice, replace(choice, keep_graph=self._most_kept(choice)))
-        plan = self._plan(choice)
-        self._check(plan)
-        return self._timed(plan)
+        self._check(choice)
+        return self._timed(self._plan(choice))
 
     def _placements(self, start: _Choice) -> Iterator[_Choice]:
         """For each treatment of weights and gradients: as few layers in the store as fit."""
@@ -268,13 +268,16 @@ class _Planner:
     def _fewest_paged(self, base: _Choice) -> _Choice:
         """More in the store needs less RAM, nearly in proportion: the next to try is where a line meets the limit."""
 
-        def over(num_paged: int) -> int:
-            return self._plan(replace(base, num_paged=num_paged)).peak_bytes["total_ram"] - self._limits["total_ram"]
+        def paged(num_paged: int) -> _Choice:
+            return replace(base, num_paged=num_paged)
 
-        low, high = 0, len(self._paging_order)
-        over_low, over_high = over(low), over(high)
-        if over_low <= 0 or over_high > 0:
-            return base if over_low <= 0 else replace(base, num_paged=high)
+        def over(num_paged: int) -> int:
+            return self._plan(paged(num_paged)).peak_bytes["total_ram"] - self._limits["total_ram"]
+
+        high = len(self._paging_order)
+        low = bisect.bisect_left(range(high), True, key=lambda num_paged: self._may_fit_ram(paged(num_paged)))
+        if low == high or (over_low := over(low)) <= 0 or (over_high := over(high)) > 0:
+            return paged(low if low < high and over_low <= 0 else high)
         while high - low > 1:
             guess = low + -(-over_low * (high - low) // (over_low - over_high))
             middle = min(max(guess, low + 1), high - 1)
@@ -283,14 +286,14 @@ class _Planner:
                 high, over_high = middle, over_middle
             else:
                 low, over_low = middle, over_middle
-        return replace(base, num_paged=high)
+        return paged(high)
 
     def _most_kept(self, choice: _Choice) -> int:
         low, high = choice.keep_graph, len(self.layers) - 2
         while low < high:
             middle = (low + high + 1) // 2
-            plan = self._plan(replace(choice, keep_graph=middle))
-            if self._fits_ram(plan) and self._fits_device(plan):
+            more = replace(choice, keep_graph=middle)
+            if self._fits_device(more) and self._fits_ram(more):
                 low = middle
             else:
                 high = middle - 1
@@ -298,8 +301,7 @@ class _Planner:
 
     def _better(self, present: _Choice, other: _Choice) -> _Choice:
         """The other if it fits and is worth its memory."""
-        plan = self._plan(other)
-        fits = self._fits_ram(plan) and self._fits_device(plan)
+        fits = self._fits_device(other) and self._fits_ram(other)
         return other if fits and self._seconds(other) < WORTH * self._seconds(present) else present
 
     @property
@@ -340,35 +342,21 @@ class _Planner:
 
     def _predict(self, choice: _Choice) -> Plan:
         shape = self._shape(choice)
-        resident = tuple(index for index in shape.trainable if index not in shape.paged)
         if shape not in self.stores:
             self.stores[shape] = self._object_store(shape)
         stores = self.stores[shape]
         host, device = self._worker(shape, choice)
-        importing = self._import_bytes()
-        phases = {
-            name: {
-                "driver": self.workload.driver_bytes + RAY_CLIENT_BYTES,
-                "nvme_store": self._store(shape) if name != "import" else STORE_BYTES + self._staging,
-                "cpu_optimizer": self._optimizer(shape, resident, updates=name != "import"),
-                "gpu_worker": host if name != "import" else WORKER_BYTES + importing,
-                # Pages that the object store has touched stay with it.
-                "object_store": max(list(stores.values())[: position + 1]),
-                "ray": RAY_BYTES + (DASHBOARD_BYTES if self.config.ray.dashboard else 0),
-            }
-            for position, name in enumerate(stores)
-        }
+        phases = self._phases(shape, host, stores)
+        running = list(phases.values())
+        largest = max(spec.section_bytes("float32") for spec in self.layers)
+        saving = phases["save"]
         phases["export"] = {
-            **phases["save"],
-            "driver": phases["save"]["driver"] + max(spec.section_bytes("float32") for spec in self.layers),
-        }
-        for tiers in phases.values():
-            tiers["total_ram"] = sum(tiers.values())
-        running = [phases[name] for name in stores]
+            **saving, "driver": saving["driver"] + largest, "total_ram": saving["total_ram"] + largest
+        }  # fmt: skip
         peak = {tier: max(phase[tier] for phase in running) for tier in running[0]}
         if device is not None:
             peak["device"] = device
-        store_bytes = self._store_files(shape, resident)
+        store_bytes = self._store_files(shape)
         peak["nvme"] = store_bytes
         checkpoint_bytes = len(STATE) * 4 * sum(spec.num_parameters for spec in self.layers)
         checkpoints = self._most_checkpoints
@@ -377,7 +365,7 @@ class _Planner:
         cores = self.machine.cores
         return Plan(
             shape=shape,
-            resident=resident,
+            resident=self._resident(shape),
             loss_chunk_tokens=self.chunk_tokens,
             worker_threads=cores if self._on_cpu else max(cores // 4, 1),
             optimizer_threads=max(cores // 2, 1),
@@ -396,6 +384,27 @@ class _Planner:
             disk_bytes=store_bytes + checkpoints * checkpoint_bytes,
             tokens=self.workload.tokens * self.workload.micro_batches,
         )
+
+    def _phases(self, shape: StepShape, host: int, stores: dict[str, int]) -> dict[str, dict[str, int]]:
+        """Host memory by phase and tier. ``host``: the worker's in a step; ``stores``: the object store's by phase."""
+        phases, object_store = {}, 0
+        for name, needed in stores.items():
+            importing = name == "import"
+            object_store = max(object_store, needed)  # pages that it has touched stay with it
+            tiers = {
+                "driver": self.workload.driver_bytes + RAY_CLIENT_BYTES,
+                "nvme_store": STORE_BYTES + self._staging if importing else self._store(shape),
+                "cpu_optimizer": self._optimizer(shape, updates=not importing),
+                "gpu_worker": WORKER_BYTES + self._import_bytes() if importing else host,
+                "object_store": object_store,
+                "ray": RAY_BYTES + (DASHBOARD_BYTES if self.config.ray.dashboard else 0),
+            }
+            phases[name] = {**tiers, "total_ram": sum(tiers.values())}
+        return phases
+
+    @staticmethod
+    def _resident(shape: StepShape) -> tuple[int, ...]:
+        return tuple(index for index in shape.trainable if index not in shape.paged)
 
     def _object_store(self, shape: StepShape) -> dict[str, int]:
         """Most bytes of values at once, by phase."""
@@ -439,12 +448,11 @@ class _Planner:
     def _staging(self) -> int:
         return STAGING_BLOCKS * min(self._largest(range(len(self.layers))), STAGING_BLOCK_BYTES)
 
-    def _optimizer(self, shape: StepShape, resident: Iterable[int], *, updates: bool) -> int:
+    def _optimizer(self, shape: StepShape, *, updates: bool) -> int:
         """The arena (header, journal, state), and buffers for a paged layer's new state and for cast weights."""
         header = align_up((2 + len(self.layers)) * 8, mmap.PAGESIZE)
-        arena = (
-            header + JOURNAL_BYTES + sum(len(STATE) * self.layers[index].section_bytes("float32") for index in resident)
-        )
+        resident = sum(self.layers[index].section_bytes("float32") for index in self._resident(shape))
+        arena = header + JOURNAL_BYTES + len(STATE) * resident
         buffers = len(STATE) * min(self._largest(shape.paged), 4 * shape.part_numel)
         if shape.cast:
             buffers += self._largest(shape.trainable) // 4 * ITEMSIZE[self.compute_dtype]
@@ -486,7 +494,7 @@ class _Planner:
         largest = self._largest(range(len(self.layers)))
         return largest if self.config.model.init == "random" else 2 * largest
 
-    def _store_files(self, shape: StepShape, resident: Iterable[int]) -> int:
+    def _store_files(self, shape: StepShape) -> int:
         """Layers in RAM: masters as imported. Paged ones: with clipping one file a layer and a few spare ones."""
         size = {index: self.layers[index].section_bytes("float32") for index in shape.trainable}
         paged = [len(STATE) * size[index] for index in sorted(shape.paged)]
@@ -498,7 +506,7 @@ class _Planner:
         else:
             spare = sum(paged) + max(paged, default=0)
         return (
-            sum(size[index] for index in resident)
+            sum(size[index] for index in self._resident(shape))
             + sum(paged)
             + spare
             + sum(size[index] for index in shape.spilled_grads)
@@ -570,11 +578,24 @@ class _Planner:
             limits["device"] = machine.device_memory_bytes if tiers.device_memory == "auto" else tiers.device_memory
         return limits
 
-    def _fits_ram(self, plan: Plan) -> bool:
-        return plan.peak_bytes["total_ram"] <= self._limits["total_ram"]
+    def _fits_ram(self, choice: _Choice) -> bool:
+        return self._may_fit_ram(choice) and self._plan(choice).peak_bytes["total_ram"] <= self._limits["total_ram"]
 
-    def _fits_device(self, plan: Plan) -> bool:
-        return plan.peak_bytes.get("device", 0) <= self._limits.get("device", 0)
+    def _may_fit_ram(self, choice: _Choice) -> bool:
+        """False where what is in the object store for certain is too much: quick, since no schedule is built."""
+        shape = self._shape(choice)
+        waiting = [index for index in shape.trainable if self._deferred and index not in shape.spilled_grads]
+        retained = shape.trainable if shape.retain_params else ()
+        certain = max(
+            sum(4 * shape.numels[index] for index in waiting),
+            sum(ITEMSIZE[self.compute_dtype] * shape.numels[index] for index in retained),
+        )
+        tiers = self._phases(shape, self._worker(shape, choice)[0], {"step": certain})["step"]
+        return tiers["total_ram"] <= self._limits["total_ram"]
+
+    def _fits_device(self, choice: _Choice) -> bool:
+        device = self._worker(self._shape(choice), choice)[1]
+        return device is None or device <= self._limits["device"]
 
     def _refuse_ram(self, start: _Choice) -> None:
         everything = replace(start, num_paged=len(self._paging_order))
@@ -594,7 +615,7 @@ class _Planner:
             f"{_size(self._limits['total_ram'])} ({source}): "
             + ", ".join(f"{name} {_size(best.peak_bytes[name])}" for name in tiers)
         )
-        if self._fits_ram(paged):
+        if paged.peak_bytes["total_ram"] <= self._limits["total_ram"]:
             raise PlanError(
                 f"{message}; set tiers.placement: nvme, with which it needs {_size(paged.peak_bytes['total_ram'])}"
             )
@@ -646,8 +667,9 @@ class _Planner:
         workload = replace(self.workload, cost=smaller, micro_batches=micro_batches)
         return replace(self, workload=workload, seen={})
 
-    def _check(self, plan: Plan) -> None:
+    def _check(self, choice: _Choice) -> None:
         """Limits other than host memory."""
+        plan = self._plan(choice)
         object_store = plan.object_store_bytes
         if object_store < plan.peak_bytes["object_store"]:
             raise PlanError(
@@ -674,9 +696,8 @@ class _Planner:
                 f"{_size(plan.checkpoint_bytes)} (one of them being written), {_size(self._limits['disk'])} are free; "
                 f"{helps}"
             )
-        if not self._fits_device(plan):
-            start = _Choice(offload_inputs=True)
-            change = self._smaller(lambda planner: planner._fits_device(planner._plan(start)))
+        if not self._fits_device(choice):
+            change = self._smaller(lambda planner: planner._fits_device(_Choice(offload_inputs=True)))
             raise PlanError(
                 f"the device needs {_size(plan.peak_bytes['device'])} and has {_size(self._limits['device'])}: {change}"
             )
