@@ -27,7 +27,9 @@ def fetch_rows(name: str) -> list[dict[str, str]]:
     """Rows of a data file of LLaMA-Factory: instruction, input, output."""
     sdist = fetch("llamafactory==0.9.5", "llamafactory-*.tar.gz", 5_208_876, "--no-binary", ":all:")
     with tarfile.open(sdist) as archive:
-        rows: list[dict[str, str]] = json.load(archive.extractfile(f"llamafactory-0.9.5/data/{name}"))  # type: ignore[arg-type]
+        file = archive.extractfile(f"llamafactory-0.9.5/data/{name}")
+        assert file is not None, f"{name} is a directory"
+        rows: list[dict[str, str]] = json.load(file)
     return rows
 
 

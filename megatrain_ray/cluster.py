@@ -215,7 +215,7 @@ class Cluster:
         if address is not None:
             with _own_signals():
                 ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
-            resources: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
+            resources: dict[str, float] = ray.cluster_resources()
             size = int(resources.get("object_store_memory", 0))
             if size < object_store_bytes:
                 raise PlanError(
@@ -365,7 +365,7 @@ class Cluster:
     def memory(self) -> RayMemory:
         """Looks at what Ray takes on this host; the actors and this process are not part of it."""
         here = ray.get_runtime_context().get_node_id()
-        node = next(node for node in ray.nodes() if node["NodeID"] == here)  # type: ignore[no-untyped-call]
+        node = next(node for node in ray.nodes() if node["NodeID"] == here)
         return RayMemory(node["ObjectStoreSocketName"], lambda: {os.getpid(), *self.pids.values()})
 
     def kill(self, tier: Tier) -> None:
@@ -396,8 +396,8 @@ def _check_gpus(required: float) -> None:
     """An actor that asks for a GPU which Ray cannot give would wait for it, silently."""
     give_up_s = time.monotonic() + GPU_PATIENCE_S
     while required:
-        held: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
-        free: dict[str, float] = ray.available_resources()  # type: ignore[no-untyped-call]
+        held: dict[str, float] = ray.cluster_resources()
+        free: dict[str, float] = ray.available_resources()
         if free.get("GPU", 0.0) >= required:
             return
         if held.get("GPU", 0.0) < required or time.monotonic() > give_up_s:

@@ -29,7 +29,10 @@ BLOCK_BYTES = 8 << 20
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:
     """Uninitialized memory that starts at a multiple of `ALIGNMENT`."""
-    owner = np.empty(nbytes + ALIGNMENT, np.uint8)
+    return _aligned(np.empty(nbytes + ALIGNMENT, np.uint8), nbytes)
+
+
+def _aligned(owner: NDArray[np.uint8], nbytes: int) -> NDArray[np.uint8]:
     start = -owner.ctypes.data % ALIGNMENT
     return owner[start : start + nbytes]
 
@@ -57,15 +60,14 @@ class AlignedPool:
                     continue
                 size = self._owners[index].nbytes - ALIGNMENT
                 if nbytes <= size <= 2 * nbytes:
-                    start = -self._owners[index].ctypes.data % ALIGNMENT
-                    return self._owners[index][start : start + nbytes]
+                    return _aligned(self._owners[index], nbytes)
                 idle.append(index)
             while idle and self._kept_bytes() + nbytes > self._capacity_bytes:
                 del self._owners[idle.pop()]
-            buffer = aligned_empty(nbytes)
+            owner = np.empty(nbytes + ALIGNMENT, np.uint8)
             if self._kept_bytes() + nbytes <= self._capacity_bytes:
-                self._owners.append(buffer.base)  # type: ignore[arg-type]
-            return buffer
+                self._owners.append(owner)
+            return _aligned(owner, nbytes)
 
     def _kept_bytes(self) -> int:
         return sum(owner.nbytes - ALIGNMENT for owner in self._owners)

@@ -190,7 +190,7 @@ class _Storages(TorchDispatchMode):
     """Counts the bytes of storages that operators make, for as long as somebody holds them."""
 
     def __init__(self, known: tuple[Tensor, ...], allocated: Callable[[int], int]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        TorchDispatchMode.__init__(self)
         self._allocated = allocated
         self.now = self.peak = self.flops = self.moved = self.calls = 0
         self._known = {tensor.untyped_storage()._cdata for tensor in known}

@@ -474,8 +474,8 @@ class Trainer:
             self._flush_save()
         self._enter("paused")
         self.tell(f"paused at step {self.step}")
-        while not self._go.wait(1.0) and not self._stop:
-            pass
+        while not (self._stop or self._go.is_set()):
+            self._go.wait(1.0)  # not for ever: a pause may come right after a stop
         self._enter("running")
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import time
@@ -105,11 +106,9 @@ def read_status(directory: Path) -> dict[str, Any]:
         RunDirectoryError: There is no run.
     """
     run = RunDirectory(directory.absolute())
-    try:
+    with contextlib.suppress(NotLiveError):
         status: dict[str, Any] = ask(run.path, "status")
         return status
-    except NotLiveError:
-        pass
     state = run.read_state()
     if state is None:
         raise RunDirectoryError(f"{run.path} holds no run")

@@ -20,6 +20,7 @@ from megatrain_ray.actors.gpu_worker import GpuWorker
 from megatrain_ray.data.batches import StepBatch, make_micro_batch
 from megatrain_ray.model import StreamModel
 from megatrain_ray.packed import PARAMS, PackedLayer
+from megatrain_ray.start import RunSource
 
 PROBE = """
 import sys
@@ -113,6 +114,10 @@ class _InputsElsewhere(CpuDevice):
         return ticket[1]
 
 
+def no_source() -> RunSource:
+    raise AssertionError("only an import opens what a run starts from")
+
+
 def make(device: Device) -> tuple[GpuWorker, StepBatch, Callable[[int], None]]:
     """A worker, a step of three micro-batches, and what loads a layer."""
     config = LlamaConfig(
@@ -125,7 +130,7 @@ def make(device: Device) -> tuple[GpuWorker, StepBatch, Callable[[int], None]]:
     )
     torch.manual_seed(0)
     model = StreamModel.from_config(config, dtype="float32", device=str(device.name))
-    worker = GpuWorker(model, device, open_source=lambda: None)  # type: ignore[arg-type,return-value]
+    worker = GpuWorker(model, device, open_source=no_source)
     weights = [torch.randn(spec.numel).mul(0.02).view(torch.uint8).numpy() for spec in model.layers]
     rng = np.random.default_rng(0)
     rows = [rng.integers(0, 101, size) for size in (9, 17, 4)]

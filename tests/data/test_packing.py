@@ -97,7 +97,7 @@ def test_packing_equals_not_packing(family: str, attention: str) -> None:
     _assert_same(streamed_gradients(streamed, params, [packed]), expected)
 
 
-class _Averaging(nn.Module):
+class _Mixing(nn.Module):
     """Mixes all tokens before a position, whatever the samples: attention that knows no packing."""
 
     config = SimpleNamespace(_attn_implementation="eager")
@@ -109,22 +109,26 @@ class _Averaging(nn.Module):
     def get_input_embeddings(self) -> nn.Embedding:
         return self.embedding
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, use_cache: bool = True
-    ) -> object:
+    def mix(self, input_ids: Tensor) -> object:
         hidden = self.embedding(input_ids).cumsum(1)
         return SimpleNamespace(logits=hidden @ self.embedding.weight.T)
 
 
-class _WithoutPositions(_Averaging):
-    def forward(self, input_ids: torch.Tensor, use_cache: bool = True) -> object:  # type: ignore[override]
-        return super().forward(input_ids)
+class _Averaging(_Mixing):
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, use_cache: bool = True) -> object:
+        return self.mix(input_ids)
+
+
+class _WithoutPositions(_Mixing):
+    def forward(self, input_ids: Tensor, use_cache: bool = True) -> object:
+        return self.mix(input_ids)
 
 
 def test_flash_attention_is_refused() -> None:
-    model = SimpleNamespace(config=SimpleNamespace(_attn_implementation="flash_attention_2"))
+    model = StreamModel.from_config(FAMILIES["llama"]())
+    model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ModelError, match=r"data\.packing with attn_implementation flash_attention_2.* use sdpa"):
-        _needs_packed_masks(model, False)  # type: ignore[arg-type]
+        _needs_packed_masks(model, False)
 
 
 def test_a_model_that_mixes_packed_samples_is_refused() -> None:
