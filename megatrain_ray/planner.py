@@ -7,53 +7,27 @@ fit at all is refused before anything is written, with the numbers and the small
 from __future__ import annotations
 
 import bisect
-import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 from megatrain_ray.config import Config
 from megatrain_ray.errors import PlanError
-from megatrain_ray.layout import ITEMSIZE, LayerSpec, align_up
+from megatrain_ray.layout import ITEMSIZE, LayerSpec
 from megatrain_ray.machine import Machine
 from megatrain_ray.packed import STATE
-from megatrain_ray.schedule import StepShape, Value, build_flush, build_import, build_step
-from megatrain_ray.timing import StepCost, StepTime, Timing, heap_bytes, nvme_bytes
+from megatrain_ray.schedule import StepShape, build_step
+from megatrain_ray.tier_memory import MIB, TierMemory, Workload
+from megatrain_ray.timing import StepCost, StepTime, Timing, nvme_bytes
 
-__all__ = ["Plan", "Workload", "loss_chunk_tokens", "make_plan", "value_bytes"]
-
-MIB = 1 << 20
-
-STORE_BYTES, OPTIMIZER_BYTES, WORKER_BYTES = 64 * MIB, 183 * MIB, 292 * MIB
-"""Measured: private memory of each actor's process before it holds any tensor (Python 3.11, torch 2.13, Ray 2.60)."""
-
-RAY_CLIENT_BYTES = 28 * MIB
-"""Measured: what starting Ray adds to the driver."""
-
-RAY_BYTES, DASHBOARD_BYTES = 358 * MIB, 680 * MIB
-"""Measured: Ray's own processes (raylet, control store, agents, log monitor, an idle worker), and the dashboard's."""
-
-CUDA_BYTES = 600 * MIB
-"""Device memory for context, kernels and workspaces, which is not in torch's own count; as much again on the host."""
+__all__ = ["Plan", "loss_chunk_tokens", "make_plan"]
 
 LOGITS_BYTES = 256 * MIB
 """What the logits of one chunk may take, their gradient and copies included."""
 
 SPARE_SHARE = 0.9
 """Share of the available memory that a plan may use."""
-
-STAGING_BLOCKS, STAGING_BLOCK_BYTES = 4, 8 * MIB
-"""The store's aligned blocks: one for each transfer under way, none larger than what is transferred."""
-
-PINNED_BYTES = 128 * MIB
-"""The worker's pinned blocks, through which weights travel to a GPU."""
-
-FREED_BYTES = 8 * MIB
-"""Values that are freed, but not gone from the object store yet."""
-
-JOURNAL_BYTES = len(STATE) * 4 * (1 << 18)
-"""The optimizer's undo journal: one chunk."""
 
 MINIMUM_STORE_BYTES = 80 * MIB
 """Ray accepts no smaller object store."""
@@ -63,29 +37,11 @@ WORTH = 0.98
 
 
 @dataclass(frozen=True, slots=True)
-class Workload:
-    """What a step computes on.
-
-    Attributes:
-        tokens: Of one micro-batch, padding included.
-        micro_batches: In one step.
-        cost: Of one micro-batch, in each layer.
-        driver_bytes: Private memory of the driver before Ray starts: libraries, tokens, tokenizer.
-    """
-
-    tokens: int
-    micro_batches: int
-    cost: StepCost
-    driver_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """How a run uses the machine.
 
     Attributes:
         shape: For the schedule.
-        resident: Layers whose masters and moments are in RAM.
         loss_chunk_tokens: Target tokens whose logits exist at once.
         worker_threads, optimizer_threads: Of each process.
         offload_inputs: Layer inputs that backward needs wait in host memory instead of on the device.
@@ -107,7 +63,6 @@ class Plan:
     """
 
     shape: StepShape
-    resident: tuple[int, ...]
     loss_chunk_tokens: int
     worker_threads: int
     optimizer_threads: int
@@ -154,19 +109,6 @@ class Plan:
             "write_bytes_per_day": self.write_bytes_per_day,
             "drive_life_years": self.drive_life_years,
         }
-
-
-def value_bytes(layers: tuple[LayerSpec, ...], compute_dtype: str, part_numel: int) -> Callable[[Value], int]:
-    """Bytes of each value in the object store."""
-
-    def bytes_of(value: Value) -> int:
-        numel = layers[value.layer].numel
-        if value.kind in ("state", "new_state", "master"):
-            numel = min(numel - value.part * part_numel, part_numel)
-        sections = len(STATE) if value.kind in ("state", "new_state", "snapshot") else 1
-        return sections * numel * (ITEMSIZE[compute_dtype] if value.kind == "params" else 4)
-
-    return bytes_of
 
 
 def loss_chunk_tokens(config: Config, vocabulary_rows: int) -> int:
@@ -276,8 +218,11 @@ class _Planner:
 
         high = len(self._paging_order)
         low = bisect.bisect_left(range(high), True, key=lambda num_paged: self._may_fit_ram(paged(num_paged)))
-        if low == high or (over_low := over(low)) <= 0 or (over_high := over(high)) > 0:
-            return paged(low if low < high and over_low <= 0 else high)
+        if low < high and over(low) <= 0:
+            return paged(low)
+        if low == high or over(high) > 0:
+            return paged(high)
+        over_low, over_high = over(low), over(high)
         while high - low > 1:
             guess = low + -(-over_low * (high - low) // (over_low - over_high))
             middle = min(max(guess, low + 1), high - 1)
@@ -335,6 +280,10 @@ class _Planner:
             cast=self.compute_dtype != "float32",
         )
 
+    @cached_property
+    def _memory(self) -> TierMemory:
+        return TierMemory(self.config, self.layers, self.head_reads, self.compute_dtype, self.workload, self._on_cpu)
+
     def _plan(self, choice: _Choice) -> Plan:
         if choice not in self.seen:
             self.seen[choice] = self._predict(choice)
@@ -343,10 +292,9 @@ class _Planner:
     def _predict(self, choice: _Choice) -> Plan:
         shape = self._shape(choice)
         if shape not in self.stores:
-            self.stores[shape] = self._object_store(shape)
+            self.stores[shape] = self._memory.object_store(shape)
         stores = self.stores[shape]
-        host, device = self._worker(shape, choice)
-        phases = self._phases(shape, host, stores)
+        phases = self._memory.host(shape, stores, offload_inputs=choice.offload_inputs)
         running = list(phases.values())
         largest = max(spec.section_bytes("float32") for spec in self.layers)
         saving = phases["save"]
@@ -354,9 +302,10 @@ class _Planner:
             **saving, "driver": saving["driver"] + largest, "total_ram": saving["total_ram"] + largest
         }  # fmt: skip
         peak = {tier: max(phase[tier] for phase in running) for tier in running[0]}
+        device = self._device_bytes(choice)
         if device is not None:
             peak["device"] = device
-        store_bytes = self._store_files(shape)
+        store_bytes = self._memory.store_files(shape)
         peak["nvme"] = store_bytes
         checkpoint_bytes = len(STATE) * 4 * sum(spec.num_parameters for spec in self.layers)
         checkpoints = self._most_checkpoints
@@ -365,13 +314,12 @@ class _Planner:
         cores = self.machine.cores
         return Plan(
             shape=shape,
-            resident=self._resident(shape),
             loss_chunk_tokens=self.chunk_tokens,
             worker_threads=cores if self._on_cpu else max(cores // 4, 1),
             optimizer_threads=max(cores // 2, 1),
             offload_inputs=choice.offload_inputs,
             slots=max(choice.prefetch_depth, 1) + 1,
-            read_buffer_bytes=self._read_buffers(shape),
+            read_buffer_bytes=self._memory.read_buffers(shape),
             # Objects end at any byte: a little is lost between them.
             object_store_bytes=wanted
             if wanted != "auto"
@@ -385,133 +333,6 @@ class _Planner:
             tokens=self.workload.tokens * self.workload.micro_batches,
         )
 
-    def _phases(self, shape: StepShape, host: int, stores: dict[str, int]) -> dict[str, dict[str, int]]:
-        """Host memory by phase and tier. ``host``: the worker's in a step; ``stores``: the object store's by phase."""
-        phases, object_store = {}, 0
-        for name, needed in stores.items():
-            importing = name == "import"
-            object_store = max(object_store, needed)  # pages that it has touched stay with it
-            tiers = {
-                "driver": self.workload.driver_bytes + RAY_CLIENT_BYTES,
-                "nvme_store": STORE_BYTES + self._staging if importing else self._store(shape),
-                "cpu_optimizer": self._optimizer(shape, updates=not importing),
-                "gpu_worker": WORKER_BYTES + self._import_bytes() if importing else host,
-                "object_store": object_store,
-                "ray": RAY_BYTES + (DASHBOARD_BYTES if self.config.ray.dashboard else 0),
-            }
-            phases[name] = {**tiers, "total_ram": sum(tiers.values())}
-        return phases
-
-    @staticmethod
-    def _resident(shape: StepShape) -> tuple[int, ...]:
-        return tuple(index for index in shape.trainable if index not in shape.paged)
-
-    def _object_store(self, shape: StepShape) -> dict[str, int]:
-        """Most bytes of values at once, by phase."""
-        bytes_of = value_bytes(self.layers, self.compute_dtype, shape.part_numel)
-        carried = (
-            [Value("grads", index) for index in shape.trainable if index not in shape.spilled_grads]
-            if self._deferred
-            else []
-        )
-        step = build_step(shape, pending=self._deferred, save=self._saves_in_steps).peak_bytes(bytes_of, carried)
-        flush = build_flush(shape, pending=self._deferred, save=True).peak_bytes(bytes_of, carried)
-        peaks = {"import": self._import_peak, "step": step, "save": flush}
-        return {phase: peak + FREED_BYTES for phase, peak in peaks.items()}
-
-    @property
-    def _saves_in_steps(self) -> bool:
-        """Whether a checkpoint is written beside a step; the last one is not."""
-        training = self.config.training
-        every, steps = training.save_steps, training.max_steps
-        return every is not None and (steps is None or every < steps)
-
-    @cached_property
-    def _import_peak(self) -> int:
-        """The same wherever layers go."""
-        shape = self._shape(_Choice())
-        return build_import(shape).peak_bytes(value_bytes(self.layers, self.compute_dtype, shape.part_numel))
-
-    def _store(self, shape: StepShape) -> int:
-        return STORE_BYTES + self._staging + self._read_buffers(shape)
-
-    def _read_buffers(self, shape: StepShape) -> int:
-        """Those of one layer more than are fetched ahead, of state in at most two parts; others are used again."""
-        part = 4 * shape.part_numel
-        parts = max((min(len(shape.parts(layer)), 2) for layer in shape.paged), default=0)
-        state = parts * len(STATE) * min(self._largest(shape.paged), part)
-        masters = parts * min(self._largest(shape.paged), part) if shape.cast else self._largest(shape.paged)
-        again = 0 if shape.retain_params else masters
-        return (max(shape.prefetch_depth, 1) + 1) * max(state + self._largest(shape.spilled_grads), again)
-
-    @property
-    def _staging(self) -> int:
-        return STAGING_BLOCKS * min(self._largest(range(len(self.layers))), STAGING_BLOCK_BYTES)
-
-    def _optimizer(self, shape: StepShape, *, updates: bool) -> int:
-        """The arena (header, journal, state), and buffers for a paged layer's new state and for cast weights."""
-        header = align_up((2 + len(self.layers)) * 8, mmap.PAGESIZE)
-        resident = sum(self.layers[index].section_bytes("float32") for index in self._resident(shape))
-        arena = header + JOURNAL_BYTES + len(STATE) * resident
-        buffers = len(STATE) * min(self._largest(shape.paged), 4 * shape.part_numel)
-        if shape.cast:
-            buffers += self._largest(shape.trainable) // 4 * ITEMSIZE[self.compute_dtype]
-        else:
-            buffers += self._largest(layer for layer in shape.paged if len(shape.parts(layer)) > 1)
-        return OPTIMIZER_BYTES + arena + (buffers if updates else 0)
-
-    def _worker(self, shape: StepShape, choice: _Choice) -> tuple[int, int | None]:
-        """(host bytes, device bytes or None where the device is the host)."""
-        cost, micro_batches = self.workload.cost, self.workload.micro_batches
-        allocated = heap_bytes if self._on_cpu else int
-        hidden = allocated(cost.hidden_bytes) * micro_batches
-        kept = self._kept(shape)
-        inputs = hidden * (len(self.layers) - 2 - len(kept))
-        # Of equal layers one gradient is summed while the one before leaves; buffers are used again.
-        sums = allocated(self._largest(range(1, shape.head))) * min(2, shape.head - 1)
-        outer = [allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head)]
-        # A GPU's allocator gives the head's buffer to the embedding, unless they are one.
-        sums += sum(outer) if self._on_cpu or shape.embed in self.head_reads else max(outer)
-        graphs = micro_batches * sum(cost.layers[index].graph_bytes for index in kept)
-        working = max(max(layer.forward_bytes, layer.backward_bytes) for layer in cost.layers)
-        # What left the last layer, and the gradient that goes back.
-        work = sums + graphs + working + 2 * hidden + cost.prologue_bytes * micro_batches
-        if self._on_cpu:
-            return WORKER_BYTES + inputs + work, None
-        itemsize = ITEMSIZE[self.compute_dtype]
-        ends = sum(self.layers[index].numel for index in (shape.embed, shape.head))
-        decoder = self._largest(range(1, shape.head)) // 4
-        slots = itemsize * (decoder * (max(choice.prefetch_depth, 1) + 1 + len(kept)) + ends)
-        # One gradient leaves while the one before is taken.
-        leaving = sorted(self.layers[index].section_bytes("float32") for index in range(len(self.layers)))[-2:]
-        staging = PINNED_BYTES + sum(leaving)
-        on_device = 2 * hidden if choice.offload_inputs else inputs
-        host = WORKER_BYTES + CUDA_BYTES + staging + (inputs if choice.offload_inputs else 0)
-        return host, CUDA_BYTES + slots + work + on_device
-
-    def _import_bytes(self) -> int:
-        """One layer as it is read, in fp32; a resumed run reads moments too."""
-        largest = self._largest(range(len(self.layers)))
-        return largest if self.config.model.init == "random" else 2 * largest
-
-    def _store_files(self, shape: StepShape) -> int:
-        """Layers in RAM: masters as imported. Paged ones: with clipping one file a layer and a few spare ones."""
-        size = {index: self.layers[index].section_bytes("float32") for index in shape.trainable}
-        paged = [len(STATE) * size[index] for index in sorted(shape.paged)]
-        if self._deferred:
-            # A write goes to a spare file before the one that it replaces is spare, and as many layers as are fetched
-            # ahead are written beside it.
-            count = shape.prefetch_depth + 1
-            spare = max((sum(paged[start : start + count]) for start in range(len(paged))), default=0)
-        else:
-            spare = sum(paged) + max(paged, default=0)
-        return (
-            sum(size[index] for index in self._resident(shape))
-            + sum(paged)
-            + spare
-            + sum(size[index] for index in shape.spilled_grads)
-        )
-
     @property
     def _most_checkpoints(self) -> int:
         """Those that are kept and the one being written; a short run writes no more than it has saves."""
@@ -520,13 +341,6 @@ class _Planner:
         if not training.save_steps:
             return 1
         return min(kept, -(-training.max_steps // training.save_steps)) if training.max_steps else kept
-
-    def _largest(self, indices: Iterable[int]) -> int:
-        """Bytes of the largest fp32 section."""
-        return max((self.layers[index].section_bytes("float32") for index in indices), default=0)
-
-    def _kept(self, shape: StepShape) -> range:
-        return range(shape.head - shape.keep_graph, shape.head)
 
     @property
     def _on_cpu(self) -> bool:
@@ -584,17 +398,16 @@ class _Planner:
     def _may_fit_ram(self, choice: _Choice) -> bool:
         """False where what is in the object store for certain is too much: quick, since no schedule is built."""
         shape = self._shape(choice)
-        waiting = [index for index in shape.trainable if self._deferred and index not in shape.spilled_grads]
-        retained = shape.trainable if shape.retain_params else ()
-        certain = max(
-            sum(4 * shape.numels[index] for index in waiting),
-            sum(ITEMSIZE[self.compute_dtype] * shape.numels[index] for index in retained),
-        )
-        tiers = self._phases(shape, self._worker(shape, choice)[0], {"step": certain})["step"]
-        return tiers["total_ram"] <= self._limits["total_ram"]
+        step = self._memory.host(
+            shape, {"step": self._memory.certain(shape)}, offload_inputs=choice.offload_inputs
+        )["step"]  # fmt: skip
+        return step["total_ram"] <= self._limits["total_ram"]
+
+    def _device_bytes(self, choice: _Choice) -> int | None:
+        return self._memory.worker(self._shape(choice), offload_inputs=choice.offload_inputs)[1]
 
     def _fits_device(self, choice: _Choice) -> bool:
-        device = self._worker(self._shape(choice), choice)[1]
+        device = self._device_bytes(choice)
         return device is None or device <= self._limits["device"]
 
     def _refuse_ram(self, start: _Choice) -> None:

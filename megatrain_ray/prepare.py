@@ -25,12 +25,13 @@ from megatrain_ray.machine import Machine, probe
 from megatrain_ray.model import StreamModel
 from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.observe.trackers import check_trackers
-from megatrain_ray.planner import Plan, Workload, loss_chunk_tokens, make_plan
+from megatrain_ray.planner import Plan, loss_chunk_tokens, make_plan
 from megatrain_ray.run_directory import RunDirectory, output_path
 from megatrain_ray.shrink import shrink_config
 from megatrain_ray.skeleton import read_model_config
 from megatrain_ray.speeds import known_speeds, measure_speeds
 from megatrain_ray.start import ModelRecipe, StartPoint
+from megatrain_ray.tier_memory import Workload
 
 __all__ = ["Prepared", "plan_elsewhere", "plan_here", "prepare", "prepare_data", "usable_device"]
 

@@ -179,6 +179,11 @@ class StepShape:
         """Layers that own parameters."""
         return tuple(index for index, numel in enumerate(self.numels) if numel)
 
+    @property
+    def resident(self) -> tuple[int, ...]:
+        """Trainable layers whose masters and moments are in the optimizer's RAM."""
+        return tuple(index for index in self.trainable if index not in self.paged)
+
     def parts(self, layer: int) -> range:
         """Numbers of the parts in which a layer's state travels."""
         return range(-(-self.numels[layer] // self.part_numel))

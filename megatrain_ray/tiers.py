@@ -43,7 +43,7 @@ def tier_builders(
             training.adam_epsilon,
             training.weight_decay,
             compute_dtype=prepared.compute_dtype,
-            resident=plan.resident,
+            resident=plan.shape.resident,
             arena_path=arena_path,
             num_threads=plan.optimizer_threads,
         ),

@@ -42,11 +42,11 @@ from megatrain_ray.observe.status import live_status
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.observe.trackers import Trackers
 from megatrain_ray.pipeline import Pipeline, Record
-from megatrain_ray.planner import value_bytes
 from megatrain_ray.prepare import Prepared, prepare
 from megatrain_ray.run_directory import RunDirectory, output_path, replace_text
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, build_flush, build_import, build_step
 from megatrain_ray.speeds import remember_call
+from megatrain_ray.tier_memory import value_bytes
 from megatrain_ray.tiers import tier_builders
 
 __all__ = ["Trainer"]
@@ -408,7 +408,7 @@ class Trainer:
         self._control = ControlServer(self.run.path, self._commands())
         # Anonymous memory that the optimizer maps through this process: it outlives the optimizer and leaves no trace.
         self._arena = os.memfd_create("masters-and-moments")
-        os.ftruncate(self._arena, arena_bytes(prepared.layers, plan.resident))
+        os.ftruncate(self._arena, arena_bytes(prepared.layers, plan.shape.resident))
         builders = tier_builders(
             self.config,
             prepared,
@@ -596,7 +596,7 @@ class Trainer:
         receipts = [record.receipt for record in records]
         busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
         reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
-        arena = arena_bytes(self.layers, self._prepared.plan.resident)
+        arena = arena_bytes(self.layers, self._prepared.plan.shape.resident)
         self._peaks["driver"] = max(self._peaks.get("driver", 0), private_bytes())
         self._peaks["ray"] = max(self._peaks.get("ray", 0), self._memory.processes_bytes())
         peaks = {name: self._peaks.get(name, 0) for name in ("driver", *map(str, Tier), "ray", "device")}

@@ -97,7 +97,7 @@ def test_a_model_of_over_100_billion_parameters_on_another_machine(monkeypatch: 
     made, layers = plan_elsewhere(config, machine)
     assert made.checkpoint_bytes == 12 * 122_610_069_504
     state = {spec.index: 12 * spec.numel for spec in layers}
-    in_ram, on_disk = sum(state[i] for i in made.resident), sum(state[i] for i in made.shape.paged)
+    in_ram, on_disk = sum(state[i] for i in made.shape.resident), sum(state[i] for i in made.shape.paged)
     assert in_ram + on_disk == sum(state.values())
     assert in_ram < made.peak_bytes["cpu_optimizer"] < in_ram + 2 * max(state.values())
     assert on_disk <= made.store_bytes

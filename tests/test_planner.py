@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatrain_ray import planner
+from megatrain_ray import planner, tier_memory
 from megatrain_ray.config import Config
 from megatrain_ray.errors import ConfigError, PlanError
 from megatrain_ray.layout import LayerSpec, pack_layer
 from megatrain_ray.machine import Machine, Speeds
 from megatrain_ray.machine_file import load_machine
-from megatrain_ray.planner import MIB, Plan, Workload, make_plan
+from megatrain_ray.planner import Plan, make_plan
 from megatrain_ray.schedule import Op, StepShape, build_step
+from megatrain_ray.tier_memory import MIB, TierMemory, Workload
 from megatrain_ray.timing import HEAP_LIMIT_BYTES, LayerCost, StepCost, Timing, heap_bytes, nvme_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -56,10 +58,8 @@ MACHINE = Machine(
 )
 
 
-def plan(
-    machine: Machine = MACHINE, *, dtype: str = "float32", micro_batches: int = 2, depth: int = DEPTH, **changes: Any
-) -> Plan:
-    """A plan of the stream; keyword arguments are ``section__key``."""
+def configuration(micro_batches: int = 2, **changes: Any) -> Config:
+    """Keyword arguments are ``section__key``."""
     values: dict[str, dict[str, Any]] = {
         "model": {"name_or_path": "m", "init": "random"},
         "data": {"path": "d"},
@@ -70,10 +70,17 @@ def plan(
     for key, value in changes.items():
         section, _, name = key.partition("__")
         values[section][name] = value
+    return Config.from_mapping(values)
+
+
+def plan(
+    machine: Machine = MACHINE, *, dtype: str = "float32", micro_batches: int = 2, depth: int = DEPTH, **changes: Any
+) -> Plan:
+    """A plan of the stream; keyword arguments as those of `configuration`."""
     first, decoder, *_, last = COST.layers
     cost = dataclasses.replace(COST, layers=(first, *[decoder] * depth, last))
     return make_plan(
-        Config.from_mapping(values),
+        configuration(micro_batches, **changes),
         stream(depth),
         (depth + 1,),
         compute_dtype=dtype,
@@ -93,16 +100,16 @@ TOTAL = EMBED + DEPTH * LAYER + HEAD
 def test_in_ram_every_tier_is_the_sum_of_what_it_holds() -> None:
     peak = plan().peak_bytes
     header = 4096  # version words and journal header: one page
-    assert peak["cpu_optimizer"] == planner.OPTIMIZER_BYTES + header + 3 * MIB + 12 * TOTAL
+    assert peak["cpu_optimizer"] == tier_memory.OPTIMIZER_BYTES + header + 3 * MIB + 12 * TOTAL
     assert peak["nvme"] == 4 * TOTAL  # masters as imported
     inputs = DEPTH * 2 * HIDDEN
     gradients = heap_bytes(4 * LAYER) * 2 + heap_bytes(4 * EMBED) + heap_bytes(4 * HEAD)
     leaving = 2 * 2 * HIDDEN
-    assert peak["gpu_worker"] == planner.WORKER_BYTES + inputs + gradients + HEAD_WORKING + leaving + 2 * 2 * MIB
-    assert peak["nvme_store"] == planner.STORE_BYTES + 4 * 8 * MIB
-    assert peak["driver"] == 300 * MIB + planner.RAY_CLIENT_BYTES
+    assert peak["gpu_worker"] == tier_memory.WORKER_BYTES + inputs + gradients + HEAD_WORKING + leaving + 2 * 2 * MIB
+    assert peak["nvme_store"] == tier_memory.STORE_BYTES + 4 * 8 * MIB
+    assert peak["driver"] == 300 * MIB + tier_memory.RAY_CLIENT_BYTES
     # At the end of forward: all weights, no gradient any more; or the reverse. One layer's snapshot goes with it.
-    assert 4 * TOTAL <= peak["object_store"] <= 4 * TOTAL + 2 * 12 * HEAD + 2 * 4 * HEAD + planner.FREED_BYTES
+    assert 4 * TOTAL <= peak["object_store"] <= 4 * TOTAL + 2 * 12 * HEAD + 2 * 4 * HEAD + tier_memory.FREED_BYTES
     tiers = ("driver", "nvme_store", "cpu_optimizer", "gpu_worker", "object_store", "ray")
     assert peak["total_ram"] == sum(peak[tier] for tier in tiers)
 
@@ -114,12 +121,12 @@ def test_small_buffers_come_from_a_heap_that_keeps_holes() -> None:
 
 def test_paged_layers_have_one_file_and_a_few_spare_ones_or_two_without_clipping() -> None:
     clipped = plan(tiers__placement="nvme")
-    assert clipped.resident == ()
+    assert clipped.shape.resident == ()
     spilled = 4 * sum(stream()[index].numel for index in clipped.shape.spilled_grads)
     assert clipped.store_bytes == 12 * TOTAL + 12 * (HEAD + LAYER) + spilled
     assert plan(tiers__placement="nvme", training__max_grad_norm=0).store_bytes == 2 * 12 * TOTAL + 12 * HEAD
-    assert clipped.peak_bytes["nvme_store"] <= planner.STORE_BYTES + 4 * 8 * MIB + 2 * 12 * HEAD
-    assert clipped.peak_bytes["cpu_optimizer"] == planner.OPTIMIZER_BYTES + 4096 + 3 * MIB + 12 * HEAD
+    assert clipped.peak_bytes["nvme_store"] <= tier_memory.STORE_BYTES + 4 * 8 * MIB + 2 * 12 * HEAD
+    assert clipped.peak_bytes["cpu_optimizer"] == tier_memory.OPTIMIZER_BYTES + 4096 + 3 * MIB + 12 * HEAD
 
 
 def test_as_few_layers_are_paged_as_must_be_and_small_ones_first() -> None:
@@ -161,7 +168,7 @@ def test_device_memory_and_where_layer_inputs_wait() -> None:
     slots = 2 * (2 * LAYER + EMBED + HEAD)
     gradients = 4 * (2 * LAYER + max(EMBED, HEAD))
     work = gradients + HEAD_WORKING + 2 * 2 * HIDDEN + 2 * 2 * MIB
-    assert roomy.peak_bytes["device"] == planner.CUDA_BYTES + slots + work + DEPTH * 2 * HIDDEN
+    assert roomy.peak_bytes["device"] == tier_memory.CUDA_BYTES + slots + work + DEPTH * 2 * HIDDEN
     assert not roomy.offload_inputs
     tight = plan(gpu(roomy.peak_bytes["device"] - MIB), dtype="bfloat16")
     assert tight.offload_inputs
@@ -188,6 +195,26 @@ def test_gradients_go_to_the_store_only_when_memory_does_not_hold_them() -> None
     roomy = plan(depth=40, tiers__placement="nvme").peak_bytes["total_ram"]
     tight = plan(with_ram(roomy - 250 * MIB), depth=40, tiers__placement="nvme")
     assert tight.shape.spilled_grads or not tight.shape.retain_params
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("deferred", [True, False])
+def test_no_schedule_needs_less_of_the_object_store_than_is_certain(deferred: bool, dtype: str) -> None:
+    workload = Workload(8 * 1024, 2, COST, 300 * MIB)
+    memory = TierMemory(configuration(), stream(), (DEPTH + 1,), dtype, workload, on_cpu=True)
+    numels = tuple(spec.numel for spec in stream())
+    for num_paged, retain, spill, keep_graph in itertools.product((0, 3, len(numels)), (True, False), (0, 1), (0, 2)):
+        if not deferred and (spill or not retain):
+            continue
+        paged = frozenset(range(num_paged))
+        shape = StepShape(
+            numels, (DEPTH + 1,), paged=paged, spilled_grads=paged if spill else frozenset(), deferred=deferred,
+            retain_params=retain, keep_graph=keep_graph, cast=dtype != "float32",
+        )  # fmt: skip
+        assert memory.certain(shape) <= memory.object_store(shape)["step"]
+        weights = (4 if dtype == "float32" else 2) * TOTAL if retain else 0
+        gradients = 4 * (TOTAL - sum(numels[index] for index in shape.spilled_grads)) if deferred else 0
+        assert memory.certain(shape) == max(weights, gradients)
 
 
 def timing(speeds: Speeds, **changes: Any) -> Timing:

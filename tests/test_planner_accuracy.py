@@ -130,7 +130,7 @@ def run(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]
         measure_speeds(directory, "cpu")
     with watched(directory / "run" / "store") as watch, Trainer(config) as trainer:
         plan = trainer._prepared.plan
-        arena = arena_bytes(trainer._prepared.layers, plan.resident)
+        arena = arena_bytes(trainer._prepared.layers, plan.shape.resident)
         records = list(trainer.steps())
         time.sleep(0.1)
         object_store = trainer._memory.object_store_bytes()
