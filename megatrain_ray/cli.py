@@ -83,11 +83,13 @@ def plan(
     overrides: Overrides = None,
 ) -> None:
     """Predicts each tier's peak memory, the step time and what bounds it; starts nothing."""
+    gc.disable()  # the libraries make a million objects, none of them garbage: no collection has to look at them
     from megatrain_ray.config import load_config
     from megatrain_ray.observe.plan_table import print_plan
     from megatrain_ray.prepare import plan_elsewhere, plan_here
 
-    gc.freeze()  # a million objects of the libraries, which no collection has to look at again
+    gc.freeze()
+    gc.enable()
     config = load_config(config_path, overrides or ())
     if machine is not None:
         from megatrain_ray.machine_file import load_machine

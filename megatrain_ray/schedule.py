@@ -221,19 +221,14 @@ class Schedule(tuple[Action, ...]):
         """
         alive = set(present)
         for index, action in enumerate(self):
-            missing = [value for value in action.reads if value not in alive]
-            again = [value for value in action.writes if value in alive]
-            dead = [value for value in action.frees if value not in alive and value not in action.writes]
-            late = [other for other in action.after if not 0 <= other < index]
-            if missing or again or dead or late:
-                fault = (
-                    f"reads {missing[0]}, which does not exist" if missing
-                    else f"writes {again[0]}, which exists" if again
-                    else f"frees {dead[0]}, which does not exist" if dead
-                    else f"waits for action {late[0]}, which is not before it"
-                )  # fmt: skip
-                raise ValueError(f"action {index} {action} {fault}\n{self.table(bad=index)}")
+            faults = [f"reads {value}, which does not exist" for value in action.reads if value not in alive]
+            faults += [f"writes {value}, which exists" for value in action.writes if value in alive]
             alive.update(action.writes)
+            faults += [f"frees {value}, which does not exist" for value in action.frees if value not in alive]
+            late = [other for other in action.after if not 0 <= other < index]
+            faults += [f"waits for action {other}, which is not before it" for other in late]
+            if faults:
+                raise ValueError(f"action {index} {action} {faults[0]}\n{self.table(bad=index)}")
             alive.difference_update(action.frees)
         return frozenset(alive)
 

@@ -9,7 +9,7 @@ from typing import Any
 from megatrain_ray.layout import ITEMSIZE, LayerSpec
 from megatrain_ray.machine import Speeds
 from megatrain_ray.packed import STATE
-from megatrain_ray.schedule import Action, Op, Schedule, StepShape, Tier, build_step
+from megatrain_ray.schedule import Action, Op, Schedule, Simulation, StepShape, Tier, build_step
 
 __all__ = ["LayerCost", "StepCost", "StepTime", "Timing", "heap_bytes", "nvme_bytes"]
 
@@ -124,13 +124,13 @@ class Timing:
     def predict(self, shape: StepShape) -> StepTime:
         """The step, and what bounds it."""
         schedule = build_step(shape, pending=shape.deferred)
-        step_s = self._seconds(schedule, shape)
+        simulation = schedule.simulate(self.duration(shape))
+        step_s = self._bounded(simulation)
         faster_s = {
             name: replace(self, speeds=self.speeds.faster(name, FASTER))._seconds(schedule, shape)
             for name in self.speeds.resources
         }
         bottleneck = min(faster_s, key=faster_s.__getitem__)
-        simulation = schedule.simulate(self.duration(shape))
         read_bytes, write_bytes = nvme_bytes(schedule, shape)
         gain = step_s / faster_s[bottleneck] if faster_s[bottleneck] else 1.0
         return StepTime(
@@ -145,7 +145,9 @@ class Timing:
         )
 
     def _seconds(self, schedule: Schedule, shape: StepShape) -> float:
-        simulation = schedule.simulate(self.duration(shape))
+        return self._bounded(schedule.simulate(self.duration(shape)))
+
+    def _bounded(self, simulation: Simulation) -> float:
         if not self.on_cpu:
             return simulation.step_s
         # Tiers that compute on the same cores at once slow each other: no step is shorter than the work of all.
