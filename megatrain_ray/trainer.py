@@ -17,12 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-import torch
-from transformers import get_scheduler
-
 from megatrain_ray.actors.cpu_optimizer import Hyper, arena_bytes
 from megatrain_ray.actors.gpu_worker import GradInfo
-from megatrain_ray.actors.nvme_store import WriteReceipt
 from megatrain_ray.checkpoint.directory import newest_complete
 from megatrain_ray.checkpoint.resume import export, read_trainer_state
 from megatrain_ray.cluster import Cluster, TierSpec
@@ -32,13 +28,13 @@ from megatrain_ray.data.batches import StepBatch
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
 from megatrain_ray.layout import LayerSpec
+from megatrain_ray.learning_rate import learning_rate_schedule
 from megatrain_ray.observe.about import minimum_bytes, write_about
-from megatrain_ray.observe.activity import call_seconds, measure_activity
 from megatrain_ray.observe.inspection import find_layer
 from megatrain_ray.observe.logs import LOGS, DriverLog, Place
-from megatrain_ray.observe.memory import RayMemory, private_bytes
 from megatrain_ray.observe.metrics import RunMetrics
 from megatrain_ray.observe.status import live_status
+from megatrain_ray.observe.step_record import StepRecords
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.observe.trackers import Trackers
 from megatrain_ray.pipeline import Pipeline, Record
@@ -102,13 +98,9 @@ class Trainer:
         self._cluster: Cluster | None = None
         self._pipeline: Pipeline
         self._trackers: Trackers
-        self._memory: RayMemory
+        self._records: StepRecords
         self._arena: int | None = None
         self._training = self._stop = False
-        self._peaks: dict[str, int] = {}
-        self._call_s: float | None = None
-        self._deaths: dict[Tier, int] = dict.fromkeys(Tier, 0)
-        self._deaths_told: dict[Tier, int] = dict(self._deaths)
         self._metrics: RunMetrics | None = None
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
@@ -116,7 +108,7 @@ class Trainer:
             self._prepared: Prepared = prepare(config, self.run, checkpoint)
             self._data = self._prepared.data
             self.total_steps = self._data.total_steps
-            self._learning_rate = self._make_schedule()
+            self._learning_rate = learning_rate_schedule(self.config.training, self.total_steps)
             if checkpoint is not None and "data.path" not in changed:
                 self._check_data(checkpoint)
             if resume:
@@ -192,8 +184,8 @@ class Trainer:
                     self._begin_save()
                 yield record
             self.save_checkpoint()
-            if self._call_s is not None:
-                remember_call(self.run.store, self.device, self._call_s)
+            if self._records.call_s is not None:
+                remember_call(self.run.store, self.device, self._records.call_s)
         except Exception as error:
             if isinstance(error, OSError):
                 error = self._unwritable(error)
@@ -250,7 +242,7 @@ class Trainer:
         if key.removeprefix("training.") != "learning_rate":
             raise ConfigError(f"{key} cannot change while a run trains; learning_rate can")
         self.config = with_override(self.config, f"training.learning_rate={value}")
-        self._learning_rate = self._make_schedule()
+        self._learning_rate = learning_rate_schedule(self.config.training, self.total_steps)
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
         self.tell(f"learning_rate {self.config.training.learning_rate:g} from the next step on")
 
@@ -436,7 +428,12 @@ class Trainer:
             on_wait=self._note_wait,
             on_death=self._note_death,
         )
-        self._memory = self._cluster.memory()
+        self._records = StepRecords(
+            self._pipeline,
+            self._cluster.memory(),
+            arena_bytes=arena_bytes(prepared.layers, plan.shape.resident),
+            on_cpu=prepared.device == "cpu",
+        )
         self._run(build_import(self._shape), None)
         for note in self._cluster.ask(Tier.WORKER, "finish_import"):
             self.tell(note)
@@ -482,27 +479,6 @@ class Trainer:
     def _shape(self) -> Any:
         return self._prepared.plan.shape
 
-    def _make_schedule(self) -> Callable[[int], float]:
-        """The learning rate of a step (from 1), by transformers' own scheduler: a function of the step alone."""
-        training = self.config.training
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=training.learning_rate)
-        try:
-            scheduler: Any = get_scheduler(
-                training.lr_scheduler_type,
-                optimizer,
-                num_warmup_steps=training.warmup(self.total_steps),
-                num_training_steps=self.total_steps,
-                scheduler_specific_kwargs=dict(training.lr_scheduler_kwargs),
-            )
-            scheduler.lr_lambdas[0](self.total_steps - 1)
-        except (ValueError, ArithmeticError) as error:
-            raise ConfigError(
-                f"training.lr_scheduler_type: {training.lr_scheduler_type} with learning_rate "
-                f"{training.learning_rate:g}, lr_scheduler_kwargs {training.lr_scheduler_kwargs} and "
-                f"{self.total_steps} steps: {error}"
-            ) from error
-        return lambda step: training.learning_rate * float(scheduler.lr_lambdas[0](step - 1))
-
     # --- one step ---------------------------------------------------------------------------------------------------
 
     def _take_step(self, batch: StepBatch) -> dict[str, Any]:
@@ -534,7 +510,9 @@ class Trainer:
             self._pending = Hyper(hyper.step, hyper.learning_rate, scale)
         self.step = batch.step
         write_trace(self.run.path / "trace.json", records, self.layers, step=self.step)
-        return self._record(batch, hyper, loss, grad_norm, records, started_s)
+        return self._records.make(
+            batch, records, learning_rate=hyper.learning_rate, loss=loss, grad_norm=grad_norm, started_s=started_s
+        )
 
     def _not_finite(self, batch: StepBatch, hyper: Hyper, what: str) -> NonFiniteError:
         return NonFiniteError(
@@ -570,63 +548,8 @@ class Trainer:
         records = self._pipeline.run(schedule, arguments, step=self.step if batch is None else batch.step)
         if any(action.op in UPDATES for action in schedule):
             self._pending = None
-        for record in records:
-            tier = str(record.action.tier)
-            self._peaks[tier] = max(self._peaks.get(tier, 0), record.receipt.private_bytes)
-            if isinstance(record.receipt.info, GradInfo):
-                self._peaks["device"] = max(self._peaks.get("device", 0), record.receipt.info.device_peak_bytes)
+        self._records.saw(records)
         return records
-
-    def _record(
-        self,
-        batch: StepBatch,
-        hyper: Hyper,
-        loss: float,
-        grad_norm: float,
-        records: list[Record],
-        started_s: float,
-    ) -> dict[str, Any]:
-        ended_s = time.time()
-        step_time_s = ended_s - started_s
-        # Since the last record; of what evaluations and saves have replayed only the deaths are known.
-        deaths = {str(tier): count - self._deaths_told[tier] for tier, count in self._deaths.items()}
-        self._deaths_told = dict(self._deaths)
-        replayed = any(deaths.values()) and records
-        self._call_s = call_seconds(records) or self._call_s
-        receipts = [record.receipt for record in records]
-        busy_s = math.fsum(receipt.info.busy_s for receipt in receipts if isinstance(receipt.info, GradInfo))
-        reads = (Op.READ, Op.READ_MASTER, Op.READ_GRADS)
-        arena = arena_bytes(self.layers, self._prepared.plan.shape.resident)
-        self._peaks["driver"] = max(self._peaks.get("driver", 0), private_bytes())
-        self._peaks["ray"] = max(self._peaks.get("ray", 0), self._memory.processes_bytes())
-        peaks = {name: self._peaks.get(name, 0) for name in ("driver", *map(str, Tier), "ray", "device")}
-        # What is not seen (a Ray of somebody else's) is counted instead.
-        peaks["object_store"] = self._memory.object_store_bytes() or self._pipeline.peak_bytes
-        peaks["cpu_optimizer"] += arena
-        return {
-            "step": batch.step,
-            "epoch": batch.epoch,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "learning_rate": hyper.learning_rate,
-            "target_tokens": batch.target_tokens,
-            "tokens": batch.tokens,
-            "samples": list(batch.samples),
-            "step_time_s": step_time_s,
-            "tokens_per_s": batch.tokens / step_time_s,
-            "device_idle_fraction": min(max(1.0 - busy_s / step_time_s, 0.0), 1.0),
-            "nvme_read_bytes": sum(record.receipt.put_bytes for record in records if record.action.op in reads)
-            + sum(receipt.info.read_bytes for receipt in receipts if isinstance(receipt.info, WriteReceipt)),
-            "nvme_write_bytes": sum(
-                receipt.info.written_bytes for receipt in receipts if isinstance(receipt.info, WriteReceipt)
-            ),
-            "object_store_put_bytes": sum(receipt.put_bytes for receipt in receipts),
-            "peak_bytes": peaks,
-            "ended_s": ended_s,
-            "restarts": {tier: count for tier, count in deaths.items() if count},
-            "replay_s": max(min(r.submitted_s for r in records) - started_s, 0.0) if replayed else 0.0,
-            **measure_activity(records, step_time_s, self._pipeline.bytes_of, on_cpu=self.device == "cpu"),
-        }
 
     def _evaluation_is_due(self) -> bool:
         every = self.config.training.eval_steps
@@ -686,7 +609,7 @@ class Trainer:
         self.waiting_for = f"{action.tier}: {self._pipeline.describe(action)}"
 
     def _note_death(self, action: Action, stalled: bool) -> None:
-        self._deaths[action.tier] += 1
+        self._records.died(action.tier)
         what = f"did not finish within {self.config.tiers.deadline_s:.0f} s and was killed" if stalled else "died"
         self.tell(
             f"{action.tier} {what} in {self._pipeline.describe(action)} (step {self.step + 1}); it restarts, and the "

@@ -44,8 +44,7 @@ def page(trainer: Trainer, layers: set[int], *, spill: bool = True) -> None:
         part_numel=PART_NUMEL,
         spilled_grads=frozenset(layers) if deferred and spill else frozenset(),
     )
-    resident = tuple(index for index in shape.trainable if index not in layers)
-    trainer._prepared = dataclasses.replace(prepared, plan=dataclasses.replace(plan, shape=shape, resident=resident))
+    trainer._prepared = dataclasses.replace(prepared, plan=dataclasses.replace(plan, shape=shape))
 
 
 class Delayed:
