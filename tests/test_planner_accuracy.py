@@ -133,7 +133,8 @@ def run(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]
         arena = arena_bytes(trainer._prepared.layers, plan.shape.resident)
         records = list(trainer.steps())
         time.sleep(0.1)
-        object_store = trainer._memory.object_store_bytes()
+        assert trainer._cluster is not None
+        object_store = trainer._cluster.memory().object_store_bytes()
     assert object_store is not None
     measured: dict[str, Any] = {**records[-1]["peak_bytes"], "object_store": object_store, "nvme": watch.disk_bytes}
     measured["total_ram"] = watch.peak_bytes + object_store + arena
