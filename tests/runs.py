@@ -30,7 +30,7 @@ def trace(records: Iterable[dict[str, Any]]) -> list[tuple[Any, ...]]:
     return [(r["step"], r["loss"], r["grad_norm"], r["learning_rate"], tuple(r["samples"])) for r in records]
 
 
-def page(trainer: Trainer, layers: set[int], *, spill: bool = True) -> None:
+def page(trainer: Trainer, layers: set[int], *, spill: bool = True, part_numel: int = PART_NUMEL) -> None:
     """Moves these layers to the store, in parts and whatever the plan said, before the run starts.
 
     With ``spill`` their gradients too.
@@ -41,7 +41,7 @@ def page(trainer: Trainer, layers: set[int], *, spill: bool = True) -> None:
     shape = dataclasses.replace(
         plan.shape,
         paged=frozenset(layers),
-        part_numel=PART_NUMEL,
+        part_numel=part_numel,
         spilled_grads=frozenset(layers) if deferred and spill else frozenset(),
     )
     trainer._prepared = dataclasses.replace(prepared, plan=dataclasses.replace(plan, shape=shape))

@@ -14,43 +14,68 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from megatrain_ray.bench import default_config
 from megatrain_ray.config import with_override
 from megatrain_ray.control import ask
 from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.trainer import Trainer
-from tests.runs import page
+from tests.models import TINY, plain_model
+from tests.runs import PART_NUMEL, page
 
 ModelDir = Callable[[str], Path]
 MakeConfig = Callable[..., Any]
 
 
-@pytest.mark.ray
-@pytest.mark.usefixtures("ray_instance")
-def test_memory_is_flat_after_the_first_steps(model_dir: ModelDir, make_config: MakeConfig) -> None:
-    config = make_config(
-        model_dir("llama"), training__max_steps=200, training__gradient_accumulation_steps=1, tiers__recompute=0
-    )
+def held_bytes(config: Any, part_numel: int, *windows: range) -> tuple[list[dict[str, int]], str]:
+    """The least that each process and the object store hold in each window of steps, and what was said and logged."""
     told: list[str] = []
-    held: dict[int, dict[str, int]] = {}
+    least: list[dict[str, int]] = [{} for _ in windows]
     with Trainer(config, tell=told.append) as trainer:
-        page(trainer, {1})
+        page(trainer, {1}, part_numel=part_numel)
         for record in trainer.steps():
-            if record["step"] in range(41, 51) or record["step"] > 190:
+            for low in (low for low, window in zip(least, windows, strict=True) if record["step"] in window):
                 gc.collect()
                 assert trainer._cluster is not None
-                processes = {"driver": private_bytes()}
-                processes |= {str(tier): private_bytes(pid) for tier, pid in trainer._cluster.pids.items()}
-                store = {"object_store": record["peak_bytes"]["object_store"], "values": len(trainer._pipeline.values)}
-                held[record["step"]] = processes | store
+                now = {"driver": private_bytes()}
+                now |= {str(tier): private_bytes(pid) for tier, pid in trainer._cluster.pids.items()}
+                now |= {"object_store": record["peak_bytes"]["object_store"], "values": len(trainer._pipeline.values)}
+                low |= {name: min(low.get(name, nbytes), nbytes) for name, nbytes in now.items()}
         logs = "".join(path.read_text() for path in (trainer.run.path / "logs").iterdir())
-    early = {name: min(held[step][name] for step in range(41, 51)) for name in held[50]}
-    late = {name: min(held[step][name] for step in range(191, 201)) for name in held[200]}
-    print(*(f"{name}: {early[name]:,} at step 50, {late[name]:,} at step 200" for name in early), sep="\n")
+    for window, low in zip(windows, least, strict=True):
+        print(f"steps {window[0]} to {window[-1]}: ", *(f"{name} {nbytes:,}" for name, nbytes in low.items()))
+    return least, logs + "".join(told)
+
+
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_instance")
+def test_nothing_of_a_step_is_kept(tmp_path: Path, make_config: MakeConfig) -> None:
+    """Processes still grow by some 10 kB a step, which `test_memory_levels_off` sees end; a layer would be 1.8 MB."""
+    wide = TINY | {"hidden_size": 256, "intermediate_size": 320}
+    plain_model(LlamaConfig(**wide), seed=7, spread=0.02).save_pretrained(tmp_path / "wide")
+    config = make_config(
+        tmp_path / "wide", training__max_steps=200, training__gradient_accumulation_steps=1, tiers__recompute=0
+    )
+    (early, late), said = held_bytes(config, 1 << 17, range(41, 51), range(191, 201))
+    layer_bytes = 4 * (2 * 256 * 256 + 2 * 256 * 128 + 3 * 256 * 320)
+    for name in set(early) - {"values"}:
+        assert late[name] - early[name] < 150 * layer_bytes / 20, name
+    assert late["values"] == early["values"]
+    assert "WARNING" not in said and "writable" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.usefixtures("ray_instance")
+def test_memory_levels_off(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    """Ray's bounded buffers are full after some 1,200 steps of this model; what a long run takes then is constant."""
+    config = make_config(
+        model_dir("llama"), training__max_steps=3000, training__gradient_accumulation_steps=1, tiers__recompute=0
+    )
+    (early, late), _ = held_bytes(config, PART_NUMEL, range(1491, 1501), range(2991, 3001))
     for name in early:
-        assert late[name] <= 1.02 * early[name], name
-    assert "WARNING" not in logs and "writable" not in "".join(told)
+        assert late[name] - early[name] < 1500 * 1024, name
 
 
 WATCHER = """
