@@ -149,12 +149,14 @@ def _switch_off_extras(config: PreTrainedConfig) -> list[str]:
 
 def _construct(config: PreTrainedConfig, dtype: str, attn_implementation: str, trust_remote_code: bool) -> Any:
     """Builds on the meta device, then computes the buffers (rotary frequencies, masks), as ``from_pretrained`` does for
-    those that no checkpoint holds: ``initialize_weights`` leaves meta parameters alone."""
+    those that no checkpoint holds; ``_is_hf_initialized`` is its mark of what needs no random values."""
     with torch.device("meta"), meta_device_safe_creation_ops():
         module = causal_lm(config, DTYPES[dtype], attn_implementation, trust_remote_code)
     for part in module.modules():
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = torch.zeros_like(buffer, device="cpu")
+    for parameter in module.parameters():
+        parameter._is_hf_initialized = True
     module.initialize_weights()
     return module
 

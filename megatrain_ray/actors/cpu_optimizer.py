@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megatrain_ray.errors import TrainingError
 from megatrain_ray.layout import ITEMSIZE, LayerSpec, align_up
 from megatrain_ray.observe.layer_facts import describe_state
 from megatrain_ray.packed import PARAMS, STATE, PackedLayer
@@ -215,10 +216,15 @@ class CpuOptimizer:
         }
 
     def inspect(self, layer: int, tensor: str | None) -> dict[str, Any]:
-        """Statistics of a layer in RAM, or of one of its tensors."""
-        state = self._state[layer].numpy()
-        sections = dict(zip(STATE, state, strict=True))
-        return describe_state(self.layers[layer], self._finished_step(layer), sections, tensor)
+        """Statistics of a layer in RAM, or of one of its tensors.
+
+        Raises:
+            TrainingError: A killed process has left it half updated, and the step has not been repeated yet.
+        """
+        spec, (step, chunks_done) = self.layers[layer], divmod(int(self._versions[layer]), 1 << _CHUNK_BITS)
+        if chunks_done:
+            raise TrainingError(f"{spec.name}: the optimizer died in the middle of its update: ask again in a moment")
+        return describe_state(spec, step, dict(zip(STATE, self._state[layer].numpy(), strict=True)), tensor)
 
     # --- internals --------------------------------------------------------------------------------------------------
 

@@ -189,7 +189,7 @@ class NvmeStore:
         else:
             version = self._newest(layer)
             with self._held(version):
-                packed = await asyncio.to_thread(self._mapped, version, spec)
+                packed = await asyncio.to_thread(self._checked, version, spec)
                 read_bytes = packed.data.nbytes
                 await asyncio.to_thread(writer.write_layer, spec, packed)
         self._written_bytes += packed.data.nbytes
@@ -210,10 +210,8 @@ class NvmeStore:
     async def inspect(self, layer: int, tensor: str | None) -> dict[str, Any]:
         """Statistics of the newest state of a layer, or of one of its tensors, straight from its file."""
         spec, version = self.layers[layer], self._newest(layer)
-        numel = spec.numel
         with self._held(version):
-            path = self.directory / version.file
-            state = np.memmap(path, np.float32, "r", version.data_start, (len(version.sections), numel))
+            state = self._map(version, spec, np.float32).reshape(len(version.sections), spec.numel)
             sections = dict(zip(version.sections, state, strict=True))
             return await asyncio.to_thread(describe_state, spec, version.step, sections, tensor)
 
@@ -292,15 +290,18 @@ class NvmeStore:
                 context={"layer": spec.index, "path": str(path)},
             )
 
-    def _mapped(self, version: _Version, spec: LayerSpec) -> PackedLayer:
+    def _map(self, version: _Version, spec: LayerSpec, dtype: type[np.generic]) -> NDArray[Any]:
         """A layer's state where its file has it: the page cache's memory, which the kernel takes back when it must."""
-        size = spec.section_bytes("float32")
-        shape = (len(version.sections) * size,)
         path = self.directory / version.file
+        nbytes = len(version.sections) * spec.section_bytes("float32")
         try:
-            data = np.memmap(path, np.uint8, "r", version.data_start, shape)
+            return np.memmap(path, dtype, "r", version.data_start, (nbytes // dtype().itemsize,))
         except (OSError, ValueError) as error:  # gone; shorter than it was
             raise _unreadable(spec, path, error) from error
+
+    def _checked(self, version: _Version, spec: LayerSpec) -> PackedLayer:
+        """`_map`, compared with its checksums."""
+        data = self._map(version, spec, np.uint8)
         packed = PackedLayer(spec.index, version.step, "float32", tuple(version.sections), data)
         for section in version.sections:
             for first, last, expected in version.checksums(section, 0, spec.numel):

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatrain_ray.actors import cpu_optimizer
 from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
+from megatrain_ray.errors import TrainingError
 from megatrain_ray.layout import LayerSpec, pack_layer
 from megatrain_ray.packed import GRADS, MASTER, STATE, PackedLayer
 from megatrain_ray.tensors import as_tensor, bind
@@ -198,6 +199,9 @@ def test_death_at_any_moment_of_an_update_changes_nothing(arena: str, monkeypatc
             except Killed:
                 deaths += 1
         survivor = make(arena)
+        if 2 < moment <= 2 * len(undisturbed._chunks(1)):  # some chunks are of the new step, others are not
+            with pytest.raises(TrainingError, match="in the middle of its update: ask again"):
+                survivor.inspect(1, None)
         emitted = survivor.update_emit(1, hyper(2), gradient)
         np.testing.assert_array_equal(survivor.snapshot(1).data, expected)
         np.testing.assert_array_equal(emitted.data, survivor.snapshot(1).section("master"))

@@ -212,7 +212,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert all(is_store_file(path.name) for path in tmp_path.iterdir() if path.name != "model.safetensors")
 
 
-def damage_nothing(path: Path) -> None:
+def lose(path: Path) -> None:
     path.unlink()
 
 
@@ -229,7 +229,7 @@ def damage_bit(path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_nothing, "is missing"),
+        (lose, "is missing"),
         (damage_length, r"read \d+ of \d+ bytes of exp_avg_sq .*truncated"),
         (damage_bit, r"exp_avg_sq .* has checksum \w+, expected \w+: the file is damaged"),
     ],
@@ -246,10 +246,23 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], message
     asyncio.run(work())
 
 
+@pytest.mark.parametrize("damage", [lose, damage_length])
+def test_looking_at_a_damaged_layer_names_it(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+    async def work() -> None:
+        store = make(tmp_path)
+        await store.write(1, packed(1, 1))
+        (path,) = tmp_path.glob("layer-0000*.safetensors")
+        damage(path)
+        with pytest.raises(StoreError, match=r"layer-0000: .*layer-0000\S* cannot be read"):
+            await store.inspect(1, None)
+
+    asyncio.run(work())
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (damage_nothing, "layer-0000: .*manifest.json does not name it"),
+        (lose, "layer-0000: .*manifest.json does not name it"),
         (lambda path: path.write_text(path.read_text()[:-20]), "manifest.json: is damaged"),
         (lambda path: path.write_text("[1]"), "manifest.json: is damaged"),
     ],
