@@ -228,7 +228,7 @@ class _Attempt:
     def _wait_for(self, indices: Iterable[int]) -> None:
         """Waits until these actions are complete; notices others that are."""
         wanted = [self.receipts[index] for index in indices if index in self.receipts and index not in self.records]
-        give_up_s = time.monotonic() + self.pipeline.deadline_s
+        give_up_s, late = time.monotonic() + self.pipeline.deadline_s, False
         while self.in_flight:
             self._take_ready(timeout_s=0.0)
             if self.failures:
@@ -240,10 +240,12 @@ class _Attempt:
                 return
             # The earliest action in flight has all it needs: the others may wait for it.
             first = self.schedule[min(self.in_flight.values())]
-            self.pipeline.on_wait(first)
-            if not ray.wait(wanted, num_returns=1, timeout=max(give_up_s - time.monotonic(), 0.0))[0]:
+            if late:
                 raise _TierDied(first, stalled=True)
-            give_up_s = time.monotonic() + self.pipeline.deadline_s
+            self.pipeline.on_wait(first)
+            late = not ray.wait(wanted, num_returns=1, timeout=max(give_up_s - time.monotonic(), 0.0))[0]
+            if not late:
+                give_up_s = time.monotonic() + self.pipeline.deadline_s
 
     def _take_ready(self, *, timeout_s: float) -> None:
         """Notes which actions have ended, well or badly; waits for all of them as long as ``timeout_s``."""

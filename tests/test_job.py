@@ -34,7 +34,7 @@ MakeConfig = Callable[..., Any]
 
 ROOT = Path(__file__).resolve().parent.parent
 LOOPBACK = {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
-STEPS = 12
+STEPS = 60
 
 
 def free_ports(count: int) -> list[int]:
@@ -122,7 +122,7 @@ def read_until(master: int, pattern: str) -> re.Match[str]:
 def test_a_job_whose_terminal_is_closed_is_steered_and_ends_as_if_nothing_had_happened(
     workstation: Workstation, model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
 ) -> None:
-    options = {"training__max_steps": STEPS, "training__save_steps": 5, "tiers__placement": "nvme"}
+    options = {"training__max_steps": STEPS, "training__save_steps": 50, "tiers__placement": "nvme"}
     with Trainer(make_config(model_dir("llama"), **options)) as trainer:
         expected = list(trainer.steps())
     project = tmp_path / "project"
@@ -139,11 +139,11 @@ def test_a_job_whose_terminal_is_closed_is_steered_and_ends_as_if_nothing_had_ha
     job = read_until(master, r"Job '(raysubmit_\w+)' submitted")[1]
     directory = Path(read_until(master, r"output: (\S+)\r?\n")[1])
     os.close(master)  # the terminal is closed
+    wait_for(directory, lambda status: status["step"] > 1)
+    ask(directory, "pause")  # a command takes longer to start than this run to end
     assert submission.wait(timeout=60) != 0  # by the hang-up, or by an error of writing to what is not there
     assert directory == workstation.home / "megatrain_runs" / "runs" / "mine"
 
-    wait_for(directory, lambda status: status["state"] == "running")
-    ask(directory, "pause")  # a command takes longer to start than this run to end
     assert "paused at step" in workstation.megatrain("pause", str(directory))
     held = json.loads(workstation.megatrain("status", str(directory), "--json"))
     assert held["state"] == "paused" and held["step"] < STEPS
@@ -168,7 +168,7 @@ def test_a_job_whose_terminal_is_closed_is_steered_and_ends_as_if_nothing_had_ha
     assert (ended["state"], ended["actors"]["cpu_optimizer"]["restarts"]) == ("finished", 1)
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     assert trace(records) == trace(expected)
-    for number in (10, STEPS):
+    for number in (50, STEPS):
         assert digest(directory / f"checkpoint-{number}") == digest(tmp_path / "run" / f"checkpoint-{number}")
     tail = workstation.run("ray", "job", "logs", address, job).stdout.splitlines()
     assert any(line.startswith(f"done: step {STEPS} of {STEPS}") for line in tail[-3:]), tail
