@@ -53,7 +53,9 @@ class Killer(threading.Thread):
             if cluster is None or len(cluster.pids) < len(Tier) or self.in_step[self.trainer.step] == 2:
                 continue
             tier = self.random.choice(list(Tier))
-            action = next((str(action) for action, _ in self.trainer._pipeline.in_flight()), "between schedules")
+            pipeline = getattr(self.trainer, "_pipeline", None)  # comes after the actors
+            in_flight = [] if pipeline is None else pipeline.in_flight()
+            action = str(in_flight[0][0]) if in_flight else "between schedules"
             try:
                 os.kill(cluster.pids[tier], signal.SIGKILL)
             except ProcessLookupError:
