@@ -69,7 +69,7 @@ def test_nothing_of_a_step_is_kept(tmp_path: Path, make_config: MakeConfig) -> N
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_instance")
 def test_memory_levels_off(model_dir: ModelDir, make_config: MakeConfig) -> None:
-    """Ray's bounded buffers are full after some 1,200 steps of this model; what a long run takes then is constant."""
+    """Processes of this model stop growing after some 1,200 steps; what a long run takes then is constant."""
     config = make_config(
         model_dir("llama"), training__max_steps=3000, training__gradient_accumulation_steps=1, tiers__recompute=0
     )
