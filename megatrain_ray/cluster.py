@@ -37,6 +37,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from megatrain_ray.errors import ActorLostError, MegatrainError, PlanError, StalledError
+from megatrain_ray.machine import openmp_environment
 from megatrain_ray.observe.logs import NOWHERE, ActorLog, Place
 from megatrain_ray.observe.memory import PeakWatch, RayMemory
 from megatrain_ray.packed import PackedLayer
@@ -260,15 +261,13 @@ class Cluster:
             base = _AsyncTierActor if tier is Tier.STORE else _TierActor
             label = f"{CLASS_NAME[tier]}({run})"
             remote_class: Any = ray.remote(type(CLASS_NAME[tier], (base,), {"__module__": __name__, "label": label}))
-            threads = str(spec.num_threads)
             self._handles[tier] = remote_class.options(
                 name=f"{run}/{tier}",
                 num_cpus=0,
                 num_gpus=spec.num_gpus,
                 max_restarts=-1,
                 max_task_retries=0,  # the pipeline repeats what is safe to repeat
-                # Idle OpenMP threads sleep: spinning ones would take the cores from the other tiers.
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"}},
+                runtime_env={"env_vars": openmp_environment(spec.num_threads)},
             ).remote(spec.build, logs, str(tier))
         for tier in specs:
             self.wait_alive(tier)

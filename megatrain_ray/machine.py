@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Machine", "Speeds", "existing_parent", "probe"]
+__all__ = ["Machine", "Speeds", "existing_parent", "openmp_environment", "probe"]
 
 _CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
@@ -27,6 +27,7 @@ class Speeds:
         link_bytes_per_s: Host to device, pinned; None where the device is the host.
         operator_s: Of calling one of torch's operators, however small.
         call_s: Between two actions of an actor that has the next one waiting; a run measures it.
+        call_cpu_s: Of one core, that driver, Ray and the actor's own threads work for a call, beside the call itself.
         source: Where the figures come from, for messages.
     """
 
@@ -39,6 +40,7 @@ class Speeds:
     link_bytes_per_s: float | None = None
     operator_s: float = 0.0
     call_s: float = 0.001
+    call_cpu_s: float = 0.004
     source: str = "assumed: `megatrain-ray plan` measures this machine"
 
     def flops_per_s(self, dtype: str) -> float:
@@ -120,6 +122,12 @@ def existing_parent(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def openmp_environment(threads: int) -> dict[str, str]:
+    """For a process that shares the machine with the other tiers."""
+    # Idle OpenMP threads sleep: spinning ones would take the cores from the other tiers.
+    return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def probe(store_dir: Path, device: str, speeds: Speeds | None = None) -> Machine:

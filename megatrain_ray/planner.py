@@ -356,7 +356,6 @@ class _Planner:
             self.workload.micro_batches,
             self.compute_dtype,
             self._on_cpu,
-            max(self.machine.cores // 2, 1) / self.machine.cores,
             self.machine.speeds,
         )
 

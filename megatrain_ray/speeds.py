@@ -8,6 +8,9 @@ import itertools
 import json
 import os
 import platform
+import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -22,9 +25,10 @@ from transformers import LlamaConfig
 
 from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
 from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
+from megatrain_ray.errors import MegatrainError
 from megatrain_ray.footprint import measure_cost
 from megatrain_ray.layout import pack_layer
-from megatrain_ray.machine import Speeds, existing_parent
+from megatrain_ray.machine import Speeds, existing_parent, openmp_environment
 from megatrain_ray.model import MicroBatchTensors, StreamModel
 from megatrain_ray.packed import GRADS, MASTER, PackedLayer
 from megatrain_ray.tensors import bind
@@ -33,8 +37,8 @@ from megatrain_ray.timing import LayerCost
 __all__ = ["known_speeds", "measure_speeds", "remember_call"]
 
 DISK_BYTES = 256 << 20
-ROUNDS, LEAST_S = 3, 1.0
-"""Work is repeated so often and so long: on a machine that others use, something short meets a quiet moment."""
+ROUNDS, LEAST_S = 5, 1.0
+"""Work is repeated so often and so long: a step meets the machine's quiet moments and the others."""
 
 
 def known_speeds(store_dir: Path, device: str) -> Speeds | None:
@@ -45,37 +49,49 @@ def known_speeds(store_dir: Path, device: str) -> Speeds | None:
 
 
 def measure_speeds(store_dir: Path, device: str) -> Speeds:
-    """Measures, and remembers for `known_speeds`.
+    """Measures in a process that is like an actor's, and remembers for `known_speeds`.
 
     Args:
         store_dir: Where the store will be; a file of 256 MiB is written there, or in the nearest parent that exists.
         device: ``cpu`` or ``cuda:N``.
+
+    Raises:
+        MegatrainError: The process ended without a result; with the last line that it wrote.
     """
-    threads = torch.get_num_threads()
-    cores = len(os.sched_getaffinity(0))
-    try:
-        torch.set_num_threads(max(cores // 2, 1))
-        adamw, memcpy = _adamw(max(cores // 2, 1)), _memcpy()
-        torch.set_num_threads(cores if device == "cpu" else threads)
-        operator_s = _operator_s(device)
-        float32, bfloat16 = (_layer_flops(dtype, device, operator_s, memcpy) for dtype in ("float32", "bfloat16"))
-    finally:
-        torch.set_num_threads(threads)
-    read, write = _disk(existing_parent(store_dir))
-    speeds = replace(
-        known_speeds(store_dir, device) or Speeds(),  # what runs have measured stays
-        disk_read_bytes_per_s=read,
-        disk_write_bytes_per_s=write,
-        memcpy_bytes_per_s=memcpy,
-        adamw_numel_per_s=adamw,
-        float32_flops_per_s=float32,
-        bfloat16_flops_per_s=bfloat16,
-        link_bytes_per_s=None if device == "cpu" else _link(device),
-        operator_s=operator_s,
-        source=f"measured on {date.today().isoformat()}",
-    )
+    process = subprocess.run(
+        [sys.executable, "-m", __name__, str(existing_parent(store_dir)), device],
+        env={**os.environ, **openmp_environment(len(os.sched_getaffinity(0)))}, capture_output=True, text=True,
+    )  # fmt: skip
+    if process.returncode:
+        reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
+        raise MegatrainError(f"measuring the speeds of this machine and {device} failed: {reason}")
+    measured = json.loads(process.stdout.splitlines()[-1])
+    speeds = replace(known_speeds(store_dir, device) or Speeds(), **measured)  # what runs have measured stays
     _remember(store_dir, device, speeds)
     return speeds
+
+
+def _measure(directory: Path, device: str) -> dict[str, float | str | None]:
+    """The fields of `Speeds` that can be measured without a run."""
+    cores = len(os.sched_getaffinity(0))
+    torch.set_num_threads(max(cores // 2, 1))
+    adamw, memcpy = _adamw(max(cores // 2, 1)), _memcpy()
+    if device == "cpu":
+        torch.set_num_threads(cores)
+    float32, operator_s = _layer_speeds("float32", device, memcpy)
+    bfloat16, _ = _layer_speeds("bfloat16", device, memcpy)
+    read, write = _disk(directory)
+    return {
+        "disk_read_bytes_per_s": read,
+        "disk_write_bytes_per_s": write,
+        "memcpy_bytes_per_s": memcpy,
+        "adamw_numel_per_s": adamw,
+        "float32_flops_per_s": float32,
+        "bfloat16_flops_per_s": bfloat16,
+        "link_bytes_per_s": None if device == "cpu" else _link(device),
+        "operator_s": operator_s,
+        "source": f"measured on {date.today().isoformat()}",
+    }
 
 
 def remember_call(store_dir: Path, device: str, call_s: float) -> None:
@@ -101,14 +117,14 @@ def _cache_path(store_dir: Path, device: str) -> Path:
     return Path(home) / "megatrain_ray" / f"machine-{key}.json"
 
 
-def _fastest(work: Callable[[], object]) -> float:
-    """Seconds of the fastest round: others disturb, nobody helps."""
+def _typical(work: Callable[[], object]) -> float:
+    """Seconds of the middle round."""
     seconds: list[float] = []
     while len(seconds) < ROUNDS or sum(seconds) < LEAST_S:
         started_s = time.perf_counter()
         work()
         seconds.append(time.perf_counter() - started_s)
-    return min(seconds)
+    return statistics.median(seconds)
 
 
 def _disk(directory: Path) -> tuple[float, float]:
@@ -129,7 +145,7 @@ def _disk(directory: Path) -> tuple[float, float]:
                     list(pool.map(lambda offset: file.read_into(aligned_empty(BLOCK_BYTES).data, offset), offsets))
 
             write()
-            return DISK_BYTES / _fastest(read), DISK_BYTES / _fastest(write)
+            return DISK_BYTES / _typical(read), DISK_BYTES / _typical(write)
     except OSError:  # no room, or not ours to write: the run itself will say so
         return Speeds().disk_read_bytes_per_s, Speeds().disk_write_bytes_per_s
 
@@ -137,7 +153,7 @@ def _disk(directory: Path) -> tuple[float, float]:
 def _memcpy() -> float:
     """Bytes a second into memory that was touched before, with a few threads, as Ray copies into its object store."""
     source, target = torch.ones(128 << 20, dtype=torch.uint8), torch.ones(128 << 20, dtype=torch.uint8)
-    return source.nbytes / _fastest(lambda: target.copy_(source))
+    return source.nbytes / _typical(lambda: target.copy_(source))
 
 
 def _adamw(threads: int, numel: int = 1 << 23) -> float:
@@ -159,25 +175,28 @@ def _adamw(threads: int, numel: int = 1 << 23) -> float:
             optimizer.update(0, Hyper(step, 1e-4, 0.5), PackedLayer(0, step, "float32", GRADS, data))
 
         update()
-        return numel / _fastest(update)
+        return numel / _typical(update)
     finally:
         os.close(descriptor)
 
 
-def _operator_s(device: str) -> float:
-    """Seconds that an operator takes when it has next to nothing to do."""
-    cost, seconds = _layer("float32", device, 64, 4)
-    return seconds / cost.backward_calls
+def _layer_speeds(dtype: str, device: str, memcpy_bytes_per_s: float) -> tuple[float, float]:
+    """Operations a second of the matrix products in a decoder layer, and what calling an operator costs.
 
-
-def _layer_flops(dtype: str, device: str, operator_s: float, memcpy_bytes_per_s: float) -> float:
-    """Operations a second of the matrix products in forward, recompute and backward of a decoder layer."""
-    small = device == "cpu" and dtype == "bfloat16"  # processors without a bfloat16 unit are very slow at it
-    cost, seconds = _layer(dtype, device, *((4096, 4096) if device != "cpu" else (128, 64) if small else (768, 512)))
-    if device != "cpu":
-        return cost.backward_flops / seconds
-    others_s = cost.backward_calls * operator_s + cost.backward_moved / memcpy_bytes_per_s
-    return cost.backward_flops / max(seconds - others_s, 0.5 * seconds)
+    Two layers of the same operators tell the two apart: what the larger one takes longer is its arithmetic.
+    """
+    if device != "cpu":  # operators are launched while others run: a large layer hides them, a tiny one is nothing else
+        cost, seconds = _layer(dtype, device, 4096, 4096)
+        tiny, tiny_s = _layer(dtype, device, 64, 4)
+        return cost.backward_flops / seconds, tiny_s / tiny.backward_calls
+    # Processors without a bfloat16 unit are very slow at it.
+    sizes = ((768, 512), (256, 256)) if dtype == "float32" else ((256, 256), (128, 64))
+    large, small = (_layer(dtype, device, width, tokens) for width, tokens in sizes)
+    large_s, small_s = (seconds - cost.backward_moved / memcpy_bytes_per_s for cost, seconds in (large, small))
+    flops = large[0].backward_flops - small[0].backward_flops
+    flops_per_s = flops / max(large_s - small_s, 0.5 * large_s)
+    calls_s = small_s - small[0].backward_flops / flops_per_s
+    return flops_per_s, max(calls_s, 0.0) / small[0].backward_calls
 
 
 def _layer(dtype: str, device: str, width: int, tokens: int) -> tuple[LayerCost, float]:
@@ -206,7 +225,7 @@ def _layer(dtype: str, device: str, width: int, tokens: int) -> tuple[LayerCost,
             torch.cuda.synchronize(device)
 
     compute()
-    return cost.layers[1], _fastest(compute)
+    return cost.layers[1], _typical(compute)
 
 
 def _link(device: str) -> float:
@@ -218,4 +237,8 @@ def _link(device: str) -> float:
         torch.cuda.synchronize(device)
 
     copy()
-    return p_host.nbytes / _fastest(copy)
+    return p_host.nbytes / _typical(copy)
+
+
+if __name__ == "__main__":
+    print(json.dumps(_measure(Path(sys.argv[1]), sys.argv[2])))

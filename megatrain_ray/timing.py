@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -105,7 +106,6 @@ class Timing:
         micro_batches: In a step.
         compute_dtype: Of the weights on the device.
         on_cpu: The device is the host's own processor: nothing is copied to it, and the tiers share its cores.
-        optimizer_share: Of the machine's cores that the optimizer's process uses.
         speeds: Of the machine.
     """
 
@@ -114,7 +114,6 @@ class Timing:
     micro_batches: int
     compute_dtype: str
     on_cpu: bool
-    optimizer_share: float
     speeds: Speeds
 
     def step_s(self, shape: StepShape, *, save: bool = False) -> float:
@@ -125,7 +124,7 @@ class Timing:
         """The step, and what bounds it."""
         schedule = build_step(shape, pending=shape.deferred)
         simulation = schedule.simulate(self.duration(shape))
-        step_s = self._bounded(simulation)
+        step_s = self._bounded(schedule, simulation, shape)
         faster_s = {
             name: replace(self, speeds=self.speeds.faster(name, FASTER))._seconds(schedule, shape)
             for name in self.speeds.resources
@@ -145,14 +144,16 @@ class Timing:
         )
 
     def _seconds(self, schedule: Schedule, shape: StepShape) -> float:
-        return self._bounded(schedule.simulate(self.duration(shape)))
+        return self._bounded(schedule, schedule.simulate(self.duration(shape)), shape)
 
-    def _bounded(self, simulation: Simulation) -> float:
+    def _bounded(self, schedule: Schedule, simulation: Simulation, shape: StepShape) -> float:
         if not self.on_cpu:
             return simulation.step_s
-        # Tiers that compute on the same cores at once slow each other: no step is shorter than the work of all.
-        shares = {Tier.WORKER: 1.0, Tier.OPTIMIZER: self.optimizer_share, Tier.STORE: 0.0}
-        return max(simulation.step_s, sum(share * simulation.busy_s(tier) for tier, share in shares.items()))
+        # The worker's threads wait for each other in every operator, so whatever takes one of their cores, be it an
+        # update, a checksum or a call's work in driver and Ray, holds all of them up: on a CPU all work adds up, and
+        # only the drive's own time passes beside it.
+        cores_only = replace(self.speeds.faster("disk", math.inf), call_s=self.speeds.call_cpu_s)
+        return max(simulation.step_s, sum(map(replace(self, speeds=cores_only).duration(shape), schedule)))
 
     def duration(self, shape: StepShape) -> Callable[[Action], float]:
         """Seconds of one action on its tier."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from megatrain_ray.checkpoint.random_init import RandomSource
-from megatrain_ray.checkpoint.source import LayerSource, open_source
+from megatrain_ray.checkpoint.source import CheckpointSource, LayerSource, open_source
 from megatrain_ray.errors import ModelError
 from megatrain_ray.model import StreamModel
 from megatrain_ray.tensors import bind
@@ -38,7 +38,7 @@ def read_all(source: LayerSource, model: StreamModel) -> dict[str, Tensor]:
     return weights
 
 
-def assert_reads_like_transformers(directory: Path, attn: str = "sdpa") -> LayerSource:
+def assert_reads_like_transformers(directory: Path, attn: str = "sdpa") -> CheckpointSource:
     model = StreamModel.from_config_dir(str(directory), attn_implementation=attn)
     source = open_source(str(directory), model)
     weights = read_all(source, model)
@@ -58,7 +58,7 @@ def test_sharded_directories(family: str, dtype: torch.dtype, tmp_path: Path) ->
     plain_model(FAMILIES[family](), attn=attn).to(dtype).save_pretrained(tmp_path, max_shard_size="16KB")
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     source = assert_reads_like_transformers(tmp_path, attn)
-    assert source.dtype == str(dtype).removeprefix("torch.")  # type: ignore[attr-defined]
+    assert source.dtype == str(dtype).removeprefix("torch.")
     assert source.warnings == []
 
 

@@ -220,14 +220,14 @@ def test_no_schedule_needs_less_of_the_object_store_than_is_certain(deferred: bo
 def timing(speeds: Speeds, **changes: Any) -> Timing:
     values = {
         "layers": stream(), "cost": COST, "micro_batches": 2, "compute_dtype": "float32", "on_cpu": True,
-        "optimizer_share": 0.5, "speeds": speeds, **changes,
+        "speeds": speeds, **changes,
     }  # fmt: skip
     return Timing(**values)
 
 
 ENDLESS = Speeds(
     disk_read_bytes_per_s=1e18, disk_write_bytes_per_s=1e18, memcpy_bytes_per_s=1e18, adamw_numel_per_s=1e18,
-    float32_flops_per_s=1e18, bfloat16_flops_per_s=1e18, call_s=0.0,
+    float32_flops_per_s=1e18, bfloat16_flops_per_s=1e18, call_s=0.0, call_cpu_s=0.0,
 )  # fmt: skip
 NUMELS = tuple(spec.numel for spec in stream())
 
@@ -240,6 +240,16 @@ def test_with_endless_tiers_a_step_is_its_arithmetic() -> None:
     assert step.bottleneck == "compute"
     kept = dataclasses.replace(shape, keep_graph=DEPTH)
     assert timing(speeds).step_s(kept) == pytest.approx(2 * (DEPTH * (1 + 2) + 6), rel=1e-3)
+
+
+def test_on_a_cpu_the_work_of_all_tiers_adds_up() -> None:
+    """Worker and optimizer share the cores, and so do driver and Ray with each call; a GPU is waited for by none."""
+    speeds = dataclasses.replace(ENDLESS, float32_flops_per_s=1e9, adamw_numel_per_s=1e6, call_cpu_s=0.25)
+    shape = StepShape(NUMELS, (DEPTH + 1,))
+    compute_s, update_s = 2 * (DEPTH * (1 + 3) + 6), TOTAL / 1e6
+    calls = len(build_step(shape, pending=True))
+    assert timing(speeds).step_s(shape) == pytest.approx(compute_s + update_s + 0.25 * calls, rel=1e-3)
+    assert timing(speeds, on_cpu=False).step_s(shape) < compute_s + update_s
 
 
 def test_a_step_from_disk_takes_what_the_disk_takes() -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 
 from megatrain_ray.actors.cpu_optimizer import arena_bytes
 from megatrain_ray.config import Config
+from megatrain_ray.machine import Speeds
 from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.speeds import measure_speeds
 from megatrain_ray.trainer import Trainer
@@ -110,43 +111,72 @@ def watched(directory: Path) -> Iterator[_Watch]:
     thread.join()
 
 
-def measure(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """`run` in a process of its own, with a Ray of its own: nothing of other tests is in its memory."""
+def start(case: Case, directory: Path, *, in_turns: bool = False) -> subprocess.Popen[str]:
+    """`run` in a process of its own, with a Ray of its own: nothing of other tests is in its memory.
+
+    Args:
+        in_turns: It writes a line after each step, the step's seconds, and reads one before it goes on.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
-    facts = json.dumps(dataclasses.asdict(case))
-    process = subprocess.run(
-        [sys.executable, "-m", "tests.test_planner_accuracy", facts, str(directory)],
-        cwd=Path(__file__).resolve().parent.parent, env=environment, capture_output=True, text=True, timeout=500,
+    words = [json.dumps(dataclasses.asdict(case)), str(directory), *(["in-turns"] if in_turns else [])]
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.test_planner_accuracy", *words],
+        cwd=Path(__file__).resolve().parent.parent, env=environment, text=True,
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(directory / "stderr").open("w"),
     )  # fmt: skip
-    assert process.returncode == 0, process.stderr
-    planned, measured = json.loads(process.stdout.splitlines()[-1])
+
+
+def result(process: subprocess.Popen[str], directory: Path) -> tuple[dict[str, float], dict[str, float]]:
+    output, _ = process.communicate(timeout=500)
+    assert process.returncode == 0, (directory / "stderr").read_text()
+    planned, measured = json.loads(output.splitlines()[-1])
     return planned, measured
 
 
-def run(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]]:
-    """(planned, measured) bytes by tier, of a whole run with its last checkpoint, and seconds of a step."""
+def measure(case: Case, directory: Path) -> tuple[dict[str, float], dict[str, float]]:
+    directory.mkdir(exist_ok=True)
+    return result(start(case, directory), directory)
+
+
+def take_turns(record: dict[str, Any]) -> None:
+    print(record["step_time_s"], flush=True)
+    sys.stdin.readline()
+
+
+def run(
+    case: Case, directory: Path, after_step: Callable[[dict[str, Any]], None] = lambda record: None
+) -> tuple[dict[str, float], dict[str, float]]:
+    """(planned, measured) bytes by tier, of a whole run with its last checkpoint, and seconds of a step.
+
+    A timed case also has the machine's arithmetic beside the run: (before, after), in operations a second.
+    """
     config = case.config(directory)
-    if case.timed:  # others may use this machine: now, not when it was planned for the first time
-        measure_speeds(directory, "cpu")
+    # Others may use this machine: now, not when it was planned for the first time.
+    before = measure_speeds(directory, "cpu") if case.timed else Speeds()
+    records = []
     with watched(directory / "run" / "store") as watch, Trainer(config) as trainer:
         plan = trainer._prepared.plan
         arena = arena_bytes(trainer._prepared.layers, plan.shape.resident)
-        records = list(trainer.steps())
+        for record in trainer.steps():
+            records.append(record)
+            after_step(record)
         time.sleep(0.1)
         assert trainer._cluster is not None
         object_store = trainer._cluster.memory().object_store_bytes()
     assert object_store is not None
+    after = measure_speeds(directory, "cpu") if case.timed else Speeds()
     measured: dict[str, Any] = {**records[-1]["peak_bytes"], "object_store": object_store, "nvme": watch.disk_bytes}
     measured["total_ram"] = watch.peak_bytes + object_store + arena
     # The first step has no update before it, those after a save write the checkpoint.
     every = case.save_steps or len(records) + 1
     plain = [record["step_time_s"] for record in records[1:] if (record["step"] - 1) % every]
     assert plan.time is not None
-    return {**plan.peak_bytes, "step_s": plan.time.step_s}, {**measured, "step_s": statistics.median(plain)}
+    planned = {**plan.peak_bytes, "step_s": plan.time.step_s, "flops": before.float32_flops_per_s}
+    return planned, {**measured, "step_s": statistics.median(plain), "flops": after.float32_flops_per_s}
 
 
 def show(planned: dict[str, float], measured: dict[str, float]) -> str:
-    units = {"step_s": (1, "s")}
+    units = {"step_s": (1, "s"), "flops": (1e9, "GFLOP/s")}
     return "\n".join(
         f"{what:14} planned {planned[what] / unit:8.2f} {name}, measured {measured[what] / unit:8.2f} {name}, ratio "
         f"{planned[what] / max(measured[what], 1e-9):.3f}"
@@ -184,15 +214,38 @@ def test_a_model_larger_than_its_memory_trains(tmp_path: Path) -> None:
     assert measured["object_store"] <= 1.1 * planned["object_store"], table
 
 
+def _next_step(process: subprocess.Popen[str]) -> float:
+    assert process.stdout is not None
+    return float(process.stdout.readline())
+
+
+def _let_go(process: subprocess.Popen[str]) -> None:
+    assert process.stdin is not None
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 def test_depth_costs_time_and_no_memory(tmp_path: Path) -> None:
-    measured = {}
-    for depth in (12, 96):
-        case = Case(depth, 256, 704, 1000, 256, rows=2, recompute="all")
+    """Step by step in turns: a moment in which others use the machine is one for both depths."""
+    depths, steps = (12, 96), 8
+    processes, seconds = {}, {depth: list[float]() for depth in depths}
+    for depth in depths:
+        case = Case(depth, 256, 704, 1000, 256, rows=2, recompute="all", max_steps=steps)
         (tmp_path / str(depth)).mkdir()
-        _, measured[depth] = measure(case, tmp_path / str(depth))
-    per_layer = {depth: facts["step_s"] / depth for depth, facts in measured.items()}
+        processes[depth] = start(case, tmp_path / str(depth), in_turns=True)
+        _next_step(processes[depth])  # has no update before it
+    for _ in range(steps - 1):
+        for depth, process in processes.items():
+            _let_go(process)
+            seconds[depth].append(_next_step(process))
+    measured = {}
+    for depth, process in processes.items():
+        _let_go(process)
+        _, measured[depth] = result(process, tmp_path / str(depth))
+    per_layer = {depth: statistics.median(seconds[depth]) / depth for depth in depths}
+    print(seconds)
     print(f"a layer takes {per_layer[96] / per_layer[12]:.3f} times as long in 96 layers as in 12")
     inputs = 84 * 2 * 256 * 256 * 4
     growth = measured[96]["gpu_worker"] - measured[12]["gpu_worker"] - inputs
@@ -220,9 +273,13 @@ LLAMA_97M = {"layers": 12, "width": 768, "inner": 2048, "vocabulary": 16000, "to
     ids=["97M", "97M-recompute", "97M-nvme", "micro-batches", "nvme-untied", "wide-vocabulary", "nvme-no-clipping"],
 )
 def test_peaks_within_ten_percent_and_steps_within_a_quarter(case: Case, tmp_path: Path) -> None:
-    planned, measured = measure(dataclasses.replace(case, max_steps=8, timed=True), tmp_path)
-    table = show(planned, measured)
-    print(table)
+    for attempt in range(4):
+        planned, measured = measure(dataclasses.replace(case, max_steps=8, timed=True), tmp_path / str(attempt))
+        table = show(planned, measured)
+        print(table)
+        # A step is predicted for the machine as it was measured: again, if it is another one after the run.
+        if planned["flops"] == pytest.approx(measured["flops"], rel=0.15):
+            break
     assert planned["total_ram"] == pytest.approx(measured["total_ram"], rel=0.10), table
     assert planned["nvme"] == pytest.approx(measured["nvme"], rel=0.10), table
     assert measured["object_store"] <= 1.1 * planned["object_store"], table
@@ -230,4 +287,5 @@ def test_peaks_within_ten_percent_and_steps_within_a_quarter(case: Case, tmp_pat
 
 
 if __name__ == "__main__":
-    print(json.dumps(run(Case(**json.loads(sys.argv[1])), Path(sys.argv[2]))))
+    after_step = [take_turns] if "in-turns" in sys.argv else []
+    print(json.dumps(run(Case(**json.loads(sys.argv[1])), Path(sys.argv[2]), *after_step)))
