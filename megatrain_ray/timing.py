@@ -124,7 +124,7 @@ class Timing:
         """The step, and what bounds it."""
         schedule = build_step(shape, pending=shape.deferred)
         simulation = schedule.simulate(self.duration(shape))
-        step_s = self._bounded(schedule, simulation, shape)
+        step_s = self._bounded(simulation, shape)
         faster_s = {
             name: replace(self, speeds=self.speeds.faster(name, FASTER))._seconds(schedule, shape)
             for name in self.speeds.resources
@@ -144,16 +144,16 @@ class Timing:
         )
 
     def _seconds(self, schedule: Schedule, shape: StepShape) -> float:
-        return self._bounded(schedule, schedule.simulate(self.duration(shape)), shape)
+        return self._bounded(schedule.simulate(self.duration(shape)), shape)
 
-    def _bounded(self, schedule: Schedule, simulation: Simulation, shape: StepShape) -> float:
+    def _bounded(self, simulation: Simulation, shape: StepShape) -> float:
         if not self.on_cpu:
             return simulation.step_s
         # The worker's threads wait for each other in every operator, so whatever takes one of their cores, be it an
         # update, a checksum or a call's work in driver and Ray, holds all of them up: on a CPU all work adds up, and
         # only the drive's own time passes beside it.
         cores_only = replace(self.speeds.faster("disk", math.inf), call_s=self.speeds.call_cpu_s)
-        return max(simulation.step_s, sum(map(replace(self, speeds=cores_only).duration(shape), schedule)))
+        return max(simulation.step_s, sum(map(replace(self, speeds=cores_only).duration(shape), simulation.schedule)))
 
     def duration(self, shape: StepShape) -> Callable[[Action], float]:
         """Seconds of one action on its tier."""

@@ -98,8 +98,7 @@ def test_a_signal_ends_a_run_with_a_complete_checkpoint_or_none(
     target = done + 1
     config = with_override(config, f"training.max_steps={target}")
     with Trainer(config, resume=True, changed=["training.max_steps"]) as trainer:
-        for _ in trainer.steps():
-            pass
+        list(trainer.steps())
     assert [record["step"] for record in records(run_dir)] == list(range(1, target + 1))
     evaluated = [record["step"] for record in records(run_dir) if "eval_loss" in record]
     assert evaluated == sorted({*range(3, target + 1, 3), target})
@@ -320,8 +319,7 @@ def test_reruns_leave_no_debris(model_dir: ModelDir, make_config: MakeConfig, tm
     store, others = tmp_path / "run" / "store", []
     for _ in range(3):
         with Trainer(config, overwrite=True) as trainer:
-            for _ in trainer.steps():
-                pass
+            list(trainer.steps())
         files = {path for path in (tmp_path / "run").rglob("*") if path.is_file() and "logs" not in path.parts}
         others.append({path for path in files if path.parent != store})
         # How many spare files the store has found use for depends on who was first; it never needs more than planned.
