@@ -39,6 +39,8 @@ __all__ = ["known_speeds", "measure_speeds", "remember_call"]
 DISK_BYTES = 256 << 20
 ROUNDS, LEAST_S = 5, 1.0
 """Work is repeated so often and so long: a step meets the machine's quiet moments and the others."""
+DEADLINE_S = 600.0
+"""For all measurements together, which take 20 s where nothing is stuck."""
 
 
 def known_speeds(store_dir: Path, device: str) -> Speeds | None:
@@ -56,15 +58,21 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
         device: ``cpu`` or ``cuda:N``.
 
     Raises:
-        MegatrainError: The process ended without a result; with the last line that it wrote.
+        MegatrainError: The process ended without a result, with the last line that it wrote; or not in time.
     """
-    process = subprocess.run(
-        [sys.executable, "-m", __name__, str(existing_parent(store_dir)), device],
-        env={**os.environ, **openmp_environment(len(os.sched_getaffinity(0)))}, capture_output=True, text=True,
-    )  # fmt: skip
+    directory = existing_parent(store_dir)
+    what = f"measuring the speeds of {device} and of the disk of {directory}"
+    try:
+        process = subprocess.run(
+            [sys.executable, "-m", __name__, str(directory), device],
+            env={**os.environ, **openmp_environment(len(os.sched_getaffinity(0)))},
+            capture_output=True, text=True, timeout=DEADLINE_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise MegatrainError(f"{what} did not end in {DEADLINE_S:g} s: is the disk or the device stuck?") from error
     if process.returncode:
         reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
-        raise MegatrainError(f"measuring the speeds of this machine and {device} failed: {reason}")
+        raise MegatrainError(f"{what} failed: {reason}")
     measured = json.loads(process.stdout.splitlines()[-1])
     speeds = replace(known_speeds(store_dir, device) or Speeds(), **measured)  # what runs have measured stays
     _remember(store_dir, device, speeds)

@@ -12,12 +12,13 @@ import pytest
 
 from megatrain_ray import planner, tier_memory
 from megatrain_ray.config import Config
-from megatrain_ray.errors import ConfigError, PlanError
+from megatrain_ray.errors import ConfigError, MegatrainError, PlanError
 from megatrain_ray.layout import LayerSpec, pack_layer
 from megatrain_ray.machine import Machine, Speeds
 from megatrain_ray.machine_file import load_machine
 from megatrain_ray.planner import Plan, make_plan
 from megatrain_ray.schedule import Op, StepShape, build_step
+from megatrain_ray.speeds import measure_speeds
 from megatrain_ray.tier_memory import MIB, TierMemory, Workload
 from megatrain_ray.timing import HEAP_LIMIT_BYTES, LayerCost, StepCost, Timing, heap_bytes, nvme_bytes
 
@@ -318,3 +319,11 @@ def test_a_bad_machine_file_names_the_line(tmp_path: Path, line: str, message: s
     path.write_text("name: x\n")
     with pytest.raises(ConfigError, match="cores is missing"):
         load_machine(path)
+
+
+def test_measuring_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain_ray.speeds.DEADLINE_S", 0.05)
+    store_dir = tmp_path / "run" / "store"
+    with pytest.raises(MegatrainError, match=rf"disk of {tmp_path} did not end in 0.05 s"):
+        measure_speeds(store_dir, "cpu")
+    assert not store_dir.exists()
