@@ -47,15 +47,16 @@ class TextEncoder:
         _calm_tokenizers(parallel)
         bos, eos = self._tokenizer.bos_token_id, self._tokenizer.eos_token_id
         entries = []
-        for ids, text, first, last in zip(
+        for ids, text, problem, first, last in zip(
             self._tokenizer(batch["text"], verbose=False)["input_ids"],
             batch["text"],
+            batch["problem"],
             batch["first"],
             batch["last"],
             strict=True,
         ):
             if not text:
-                entries.append(entry_of(np.empty(0, np.int64), None, "empty text"))
+                entries.append(entry_of(np.empty(0, np.int64), None, problem or "empty text"))
                 continue
             while (bos is not None and ids[:2] == [bos, bos]) or (ids[:1] == [bos] and not first):
                 ids = ids[1:]

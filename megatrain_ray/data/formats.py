@@ -218,9 +218,9 @@ def _join_parts(message: Message, parts: list[Any], where: str, place: str) -> l
         if not isinstance(part, dict):
             raise DataError(f"{place}: field {name!r} must be an object, got {_kind(part)}")
         kind = part.get("type", "text")
-        field = kind if part.get(kind) is not None else "value"
         if kind not in ("text", "reasoning", "tool_call"):
             raise Unusable(f"contents of type {shorten(kind)}")
+        field = kind if part.get(kind) is not None else "value"
         value = _checked(part.get(field), f"{name}.{field}", place)
         if kind == "text":
             texts.append(value)
@@ -238,21 +238,22 @@ def _called(text: str) -> Message:
     """What a ``function_call`` turn says: tool calls where it is JSON, else its text as it is."""
     try:
         parsed = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {"content": text}
     calls = parsed if isinstance(parsed, list) else [parsed]
     if not calls or not all(isinstance(call, dict) and isinstance(call.get("name"), str) for call in calls):
         return {"content": text}
-    return {"tool_calls": [_call(call) for call in calls]}
+    return {"tool_calls": [_call(call, call.get("id")) for call in calls]}
 
 
-def _call(function: dict[str, Any]) -> dict[str, Any]:
+def _call(function: dict[str, Any], call_id: Any) -> dict[str, Any]:
     """In the form that templates take: arguments as an object, not as JSON in text."""
     arguments = function.get("arguments", function.get("parameters"))
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             arguments = json.loads(arguments)
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    call = {"type": "function", "function": {"name": function["name"], "arguments": arguments or {}}}
+    return {"id": call_id, **call} if isinstance(call_id, str) else call
 
 
 def _tool_calls(value: Any, name: str, place: str) -> list[dict[str, Any]]:
@@ -261,7 +262,8 @@ def _tool_calls(value: Any, name: str, place: str) -> list[dict[str, Any]]:
         function = entry.get("function", entry) if isinstance(entry, dict) else entry
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(f"{place}: field '{name}[{index}]' must be an object with a name, got {shorten(entry)}")
-        calls.append(_call(function))
+        call_id = entry.get("id")
+        calls.append(_call(function, None if call_id is None else _checked(call_id, f"{name}[{index}].id", place)))
     return calls
 
 
@@ -283,7 +285,7 @@ def _decoded(value: Any, field: str, place: str) -> Any:
         return None
     try:
         return json.loads(value)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: field {field!r} is not valid JSON: {error}") from error
 
 
@@ -308,10 +310,6 @@ def _text(fields: dict[str, Any], field: str, place: str, *, optional: bool = Fa
 def _checked(value: Any, field: str, place: str) -> str:
     if not isinstance(value, str):
         raise DataError(f"{place}: field {field!r} must be text, got {_kind(value)}")
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(f"{place}: field {field!r} holds half of a character pair at {error.start}") from error
     return value
 
 

@@ -273,5 +273,6 @@ def _first_line(error: BaseException) -> str:
 
 def shorten(value: Any) -> str:
     """A value for a message."""
-    text = json.dumps(value, default=str, ensure_ascii=False)
+    # Half of a character pair, which no file takes, is shown escaped.
+    text = json.dumps(value, default=str, ensure_ascii=False).encode(errors="backslashreplace").decode()
     return text if len(text) <= 60 else f"{text[:57]}..."

@@ -28,6 +28,7 @@ from megatrain_ray.data.chat import ChatTemplate
 from megatrain_ray.data.encode import ChatEncoder, TextEncoder, entry_of
 from megatrain_ray.data.formats import (
     CHAT_FORMATS,
+    Conversation,
     Unusable,
     conversation,
     detect_format,
@@ -39,7 +40,7 @@ from megatrain_ray.errors import DataError
 
 __all__ = ["TokenTable", "load_tokens"]
 
-_VERSION = 1
+_VERSION = 2
 """Changes whenever the same rows become other tokens."""
 
 _BATCH_ROWS = 1000
@@ -308,15 +309,21 @@ def _raw_rows(sources: tuple[Source, ...], forms: list[str | None], kind: str) -
     """Validated rows before tokenizing: text, or a conversation as JSON (Arrow has no type for what templates take)."""
     for place, row, form in _numbered(sources, forms):
         text, problem = "", ""
-        if kind == "text":
-            text = text_of(row)
-        else:
-            try:
-                chat = conversation(row, form)
-                text = json.dumps({"messages": chat.messages, "tools": chat.tools}, ensure_ascii=False)
-            except Unusable as error:
-                problem = str(error)
+        try:
+            text = text_of(row) if kind == "text" else _as_json(conversation(row, form))
+            text.encode()
+        except Unusable as error:
+            problem = str(error)
+        except UnicodeEncodeError:
+            text, problem = "", "half of a character pair, which is no text"
         yield {**place, "text": text, "first": row.first, "last": row.last, "problem": problem}
+
+
+def _as_json(chat: Conversation) -> str:
+    try:
+        return json.dumps({"messages": chat.messages, "tools": chat.tools}, ensure_ascii=False)
+    except TypeError as error:  # Parquet has dates and bytes
+        raise Unusable(f"a tool or call that cannot be put as JSON: {error}") from error
 
 
 def _numbered(sources: tuple[Source, ...], forms: list[str | None]) -> Iterator[tuple[dict[str, int], Row, str]]:

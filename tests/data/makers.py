@@ -66,6 +66,16 @@ ALL_TOOLS = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
+# As Mistral: calls have ids of nine characters, and answers name them.
+IDENTIFIED = (
+    "{% for m in messages %}{% if m['tool_calls'] %}{% for c in m['tool_calls'] %}"
+    "{% if c['id'] is not defined or c['id'] | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    "{{ ' CALL' + c['function']['name'] + ' ' + c['id'] }}{% endfor %}{{ eos_token }}"
+    "{% elif m['role'] == 'tool' %}{{ '[RESULT]' + m['tool_call_id'] + ' ' + m['content'] + '[/RESULT]' }}"
+    "{% elif m['role'] == 'user' %}{{ '[INST] ' + m['content'] + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'] + eos_token }}{% endif %}{% endfor %}"
+)
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start|>", "<|message|>", "<|end|>", "<|return|>")
 

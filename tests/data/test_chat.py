@@ -172,6 +172,18 @@ def test_tools_go_to_a_template_that_knows_them() -> None:
     assert found == ['<think>\nhm\n</think>\n\nCALLweather{"place": "Rome"}<|im_end|>', "b<|im_end|>"]
 
 
+def test_ids_of_calls_reach_the_template(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": None, "tool_calls": [{"id": "abc123def", **CALL}]},
+        {"role": "tool", "content": "sun", "tool_call_id": "abc123def"},
+        {"role": "assistant", "content": "b"},
+    ]
+    text, runs = targets(tmp_path, byte_tokenizer(makers.IDENTIFIED, eos="</s>"), messages)
+    assert text == "[INST] a [/INST] CALLweather abc123def</s>[RESULT]abc123def sun[/RESULT] b</s>"
+    assert runs == [" CALLweather abc123def</s>", " b</s>"]
+
+
 @pytest.mark.parametrize("system", [False, True])
 def test_tools_are_put_into_words_for_other_templates(system: bool) -> None:
     messages = [{"role": "system", "content": "Be nice."}, *WITH_TOOLS] if system else WITH_TOOLS

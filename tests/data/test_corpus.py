@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,42 @@ def test_what_happens_to_odd_conversations(tmp_path: Path, tokenizer: Any) -> No
         "messages[0] has no role": [4],
     }
     assert corpus.dropped[0].places == (f"{path}:2", f"{path}:8")
+
+
+HALF = "\ud83d"
+"""Of a character pair: JSON can say it, and no text holds it."""
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"text": HALF}, "half of a character pair, which is no text"),
+        ({"messages": chat("a", HALF)}, "half of a character pair, which is no text"),
+        ({"messages": chat("a", "b"), "tools": json.dumps([{"name": "x", "description": HALF}])},
+         "half of a character pair, which is no text"),
+        ({"conversations": [{"from": "human", "value": "a"},
+                            {"from": "function_call", "value": json.dumps({"name": "f", "arguments": {"q": HALF}})}]},
+         "half of a character pair, which is no text"),
+        ({"messages": [*chat("a", "b"), {"role": HALF, "content": "c"}]}, 'unknown role "\\ud83d"'),
+    ],
+)  # fmt: skip
+def test_half_of_a_character_pair_leaves_a_row_out(
+    tmp_path: Path, tokenizer: Any, row: dict[str, Any], reason: str
+) -> None:
+    good = {"text": "b"} if "text" in row else {"messages": chat("a", "b")}
+    path = tmp_path / "a.jsonl"
+    path.write_text(f"{json.dumps(good)}\n{json.dumps(row)}\n")
+    corpus = load(path, tokenizer).corpus
+    assert [str(one) for one in corpus.dropped] == [f"1 x {reason} ({path}:2)"]
+    assert (corpus.num_rows, len(corpus)) == (2, 1)
+
+
+def test_a_tool_that_is_no_json_leaves_a_row_out(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"messages": chat("a", "b"), "tools": tools} for tools in ([], [{"name": "x", "since": date(2026, 1, 1)}])]
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "a.parquet"))
+    (dropped,) = load(tmp_path / "a.parquet", tokenizer).corpus.dropped
+    assert dropped.rows.tolist() == [1]
+    assert dropped.reason.startswith("a tool or call that cannot be put as JSON: Object of type date")
 
 
 def test_only_odd_conversations_are_an_error(tmp_path: Path, tokenizer: Any) -> None:

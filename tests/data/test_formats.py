@@ -64,7 +64,14 @@ def test_alpaca() -> None:
 
 def test_sharegpt_with_tools() -> None:
     call = {"name": "weather", "arguments": {"place": "Rome"}}
-    turns = [("system", "s"), ("human", "h"), ("function_call", json.dumps(call)), ("observation", "sun"), ("gpt", "g")]
+    calls = [call, {**call, "id": "2"}]
+    turns = [
+        ("system", "s"),
+        ("human", "h"),
+        ("function_call", json.dumps(calls)),
+        ("observation", "sun"),
+        ("gpt", "g"),
+    ]
     found = conversation(
         row(conversations=[{"from": role, "value": value} for role, value in turns], tools='[{"name": "weather"}]'),
         "sharegpt",
@@ -73,7 +80,14 @@ def test_sharegpt_with_tools() -> None:
         [
             {"role": "system", "content": "s"},
             {"role": "user", "content": "h"},
-            {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [
+                    {"type": "function", "function": call},
+                    {"id": "2", "type": "function", "function": call},
+                ],
+            },
             {"role": "tool", "content": "sun"},
             {"role": "assistant", "content": "g"},
         ],
@@ -101,7 +115,7 @@ def test_messages_as_services_write_them() -> None:
         {
             "role": "assistant",
             "content": "",
-            "tool_calls": [{"type": "function", "function": function}],
+            "tool_calls": [{"id": "1", "type": "function", "function": function}],
             "trained": False,
         },
         {"role": "tool", "content": "sun", "tool_call_id": "1"},
@@ -109,7 +123,7 @@ def test_messages_as_services_write_them() -> None:
     ]
 
 
-@pytest.mark.parametrize("text", ["call weather", '{"place": "Rome"}', "[]", "3"])
+@pytest.mark.parametrize("text", ["call weather", '{"place": "Rome"}', "[]", "3", "[" * 100_000])
 def test_a_call_that_is_no_json_call_stays_text(text: str) -> None:
     turns = [{"from": "human", "value": "h"}, {"from": "function_call", "value": text}]
     assert conversation(row(conversations=turns), "sharegpt").messages[1] == {"role": "assistant", "content": text}
@@ -122,9 +136,11 @@ def test_a_call_that_is_no_json_call_stays_text(text: str) -> None:
         ([USER], "no assistant turn"),
         ([USER, {"role": "narrator", "content": "x"}, ANSWER], 'unknown role "narrator"'),
         ([USER, {"role": ["user"], "content": "x"}, ANSWER], 'unknown role ["user"]'),
+        ([USER, {"role": "\ud83d", "content": "x"}, ANSWER], 'unknown role "\\ud83d"'),
         ([USER, {"content": "x"}, ANSWER], "messages[1] has no role"),
         ([USER, {"role": None, "content": "x"}, ANSWER], "messages[1] has no role"),
         ([{"role": "user", "content": [{"type": "image"}]}, ANSWER], 'contents of type "image"'),
+        ([{"role": "user", "content": [{"type": ["text"]}]}, ANSWER], 'contents of type ["text"]'),
     ],
 )
 def test_conversations_that_are_left_out(messages: list[Any], reason: str) -> None:
@@ -182,7 +198,12 @@ def test_values_of_the_wrong_type_are_errors(form: str, field: str, make: Any, v
             {"messages": [USER, {**ANSWER, "tool_calls": [{}]}]},
             "'messages[1].tool_calls[0]' must be an obj",
         ),
-        ("messages", {"messages": [USER, {"role": "assistant", "content": "\ud83d"}]}, "half of a character pair at 0"),
+        (
+            "messages",
+            {"messages": [USER, {**ANSWER, "tool_calls": [{"name": "x", "id": 7}]}]},
+            "field 'messages[1].tool_calls[0].id' must be text, got 7 (a number)",
+        ),
+        ("messages", {"messages": [USER, ANSWER], "tools": "[" * 100_000}, "field 'tools' is not valid JSON"),
     ],
 )
 def test_other_wrong_fields(form: str, fields: dict[str, Any], expected: str) -> None:
