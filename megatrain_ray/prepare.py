@@ -116,7 +116,8 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
         model,
         str(directory),
         model_dtype=_stored_dtype(model_config),
-        chat_template=tokenizer.chat_template if config.data.chat_template is not None else None,
+        # Rows of tokens need neither tokenizer nor template, and without the one the other has no place to be saved.
+        chat_template=tokenizer.chat_template if tokenizer is not None and config.data.chat_template else None,
         trust_remote_code=wanted.trust_remote_code,
     )
     return Prepared(

@@ -49,7 +49,7 @@ def resolve_chat_template(given: str) -> str:
     """``data.chat_template``: the name of a built-in template, a file that holds one, or the template itself.
 
     Raises:
-        DataError: It looks like a file and there is none.
+        DataError: It looks like a file, and there is none or it cannot be read.
     """
     if given in BUILT_IN_TEMPLATES:
         return BUILT_IN_TEMPLATES[given]
@@ -60,7 +60,12 @@ def resolve_chat_template(given: str) -> str:
             f"data.chat_template {given!r}: no such file, no template (it has no {{{{ }}}}), and none of the built-in "
             f"ones ({', '.join(BUILT_IN_TEMPLATES)})"
         )
-    return Path(given).read_text(encoding="utf-8-sig")
+    try:
+        return Path(given).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.chat_template {given!r}: not UTF-8 text") from error
+    except OSError as error:
+        raise DataError(f"data.chat_template {given!r}: cannot be read: {error.strerror}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +93,10 @@ class ChatTemplate:
     """
 
     def __init__(self, tokenizer: Any, *, assistant_only: bool) -> None:
-        if tokenizer is None or not tokenizer.chat_template:
-            what = "the model directory has no tokenizer" if tokenizer is None else "the tokenizer has no chat template"
+        if not tokenizer.chat_template:
             raise DataError(
-                f"{what}, and the data are chats; set data.chat_template to a Jinja template, a file that holds one, "
-                f"or one of {', '.join(BUILT_IN_TEMPLATES)}"
+                "the tokenizer has no chat template, and the data are chats; set data.chat_template to a Jinja "
+                f"template, a file that holds one, or one of {', '.join(BUILT_IN_TEMPLATES)}"
             )
         self._tokenizer = tokenizer
         self._assistant_only = assistant_only

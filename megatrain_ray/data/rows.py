@@ -70,13 +70,16 @@ class Source:
         """All rows.
 
         Raises:
-            DataError: A row that cannot be read, or that is no object with named fields.
+            DataError: A file or a row that cannot be read, or a row that is no object with named fields.
         """
         readers = {"jsonl": _jsonl, "json": _json, "parquet": _parquet, "txt": _txt, "dataset": _dataset}
-        for row in readers[self.kind](self):
-            if not isinstance(row.values, dict):
-                raise DataError(f"{row.place}: expected an object with named fields, got {shorten(row.values)}")
-            yield row
+        try:
+            for row in readers[self.kind](self):
+                if not isinstance(row.values, dict):
+                    raise DataError(f"{row.place}: expected an object with named fields, got {shorten(row.values)}")
+                yield row
+        except OSError as error:
+            raise _unreadable(self.name, error) from error
 
 
 def open_sources(paths: Sequence[str]) -> tuple[Source, ...]:
@@ -85,9 +88,19 @@ def open_sources(paths: Sequence[str]) -> tuple[Source, ...]:
     A directory is what `datasets` saved, or holds data files, which are taken in the order of their names.
 
     Raises:
-        DataError: Nothing is there, or it is of an unknown kind.
+        DataError: Nothing is there, it may not be read, or it is of an unknown kind.
     """
-    return tuple(source for path in paths for source in _open(path))
+    sources: list[Source] = []
+    for path in paths:
+        try:
+            sources += _open(path)
+        except OSError as error:  # a directory that may not be entered
+            raise _unreadable(path, error) from error
+    return tuple(sources)
+
+
+def _unreadable(name: str, error: OSError) -> DataError:
+    return DataError(f"{name}: cannot be read: {error.strerror or _first_line(error)}")
 
 
 def _open(name: str) -> list[Source]:

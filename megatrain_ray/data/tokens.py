@@ -184,8 +184,9 @@ def load_tokens(
             "chats, running text and token ids cannot be one data set"
         )
     (kind,) = kinds
-    if kind == "text" and tokenizer is None:
-        raise DataError("the data are running text, which needs a tokenizer, and the model directory has none")
+    if kind != "tokens" and tokenizer is None:
+        what = "chats, which need" if kind == "chat" else "running text, which needs"
+        raise DataError(f"the data are {what} a tokenizer, and the model directory has none")
     encode = (
         ChatEncoder(ChatTemplate(tokenizer, assistant_only=assistant_only), tokenizer)
         if kind == "chat"

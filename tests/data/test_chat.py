@@ -211,7 +211,7 @@ def test_chats_need_a_template(tmp_path: Path, row: dict[str, Any]) -> None:
     path = write_jsonl(tmp_path / "data.jsonl", [row])
     with pytest.raises(DataError, match=r"the tokenizer has no chat template.*set data\.chat_template"):
         load(path, byte_tokenizer(None))
-    with pytest.raises(DataError, match="the model directory has no tokenizer"):
+    with pytest.raises(DataError, match="chats, which need a tokenizer, and the model directory has none"):
         load(path, None)
 
 
@@ -228,3 +228,9 @@ def test_where_a_template_may_come_from(tmp_path: Path) -> None:
     assert resolve_chat_template("chatml") == BUILT_IN_TEMPLATES["chatml"]
     with pytest.raises(DataError, match=r"'missing\.jinja': no such file.*chatml, alpaca"):
         resolve_chat_template("missing.jinja")
+    (tmp_path / "chat.jinja").write_bytes(b"\xff{{ x }}")
+    with pytest.raises(DataError, match=r"chat\.jinja': not UTF-8 text"):
+        resolve_chat_template(str(tmp_path / "chat.jinja"))
+    (tmp_path / "memory.jinja").symlink_to("/proc/self/mem")
+    with pytest.raises(DataError, match=r"memory\.jinja': cannot be read: Input/output error"):
+        resolve_chat_template(str(tmp_path / "memory.jinja"))

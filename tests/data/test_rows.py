@@ -121,6 +121,13 @@ def test_bytes_that_are_no_text_are_named(tmp_path: Path, name: str) -> None:
     fails(tmp_path / name, ":5001")
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet", "txt"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"data.{kind}"
+    path.symlink_to("/proc/self/mem")  # opens, and has nothing mapped at its start
+    fails(path, "cannot be read")
+
+
 def test_a_broken_parquet_file_is_named(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet", ROWS)
     path.write_bytes(path.read_bytes()[:-20])
@@ -131,6 +138,7 @@ def test_what_is_not_there_is_an_error(tmp_path: Path) -> None:
     fails(tmp_path / "missing.jsonl", "no such data file")
     (tmp_path / "data.csv").write_text("a,b\n")
     fails(tmp_path / "data.csv", "unknown kind of file; expected one of .jsonl, .json, .parquet, .txt")
+    fails(tmp_path / f"{'x' * 300}.jsonl", "cannot be read: File name too long")
     (tmp_path / "empty").mkdir()
     fails(tmp_path / "empty", "neither saved by `datasets` nor holding")
 
