@@ -25,6 +25,7 @@ from megatrain_ray.cluster import Cluster, TierSpec
 from megatrain_ray.config import Config, differences, with_override
 from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
+from megatrain_ray.data.corpus import left_out
 from megatrain_ray.data.sampler import evaluation_batches
 from megatrain_ray.errors import ConfigError, NonFiniteError, RunDirectoryError, StalledError, StoreError, TrainingError
 from megatrain_ray.layout import LayerSpec
@@ -118,8 +119,8 @@ class Trainer:
             raise
         for note in self._prepared.notes:
             self.tell(note, level=logging.WARNING)
-        for dropped in self._data.corpus.dropped:
-            self.tell(f"left out: {dropped}")
+        for line in left_out(self._data.corpus, self._prepared.evaluation):
+            self.tell(line)
 
     @property
     def device(self) -> str:
@@ -301,13 +302,18 @@ class Trainer:
         return export(str(self.save_checkpoint()), str(out), dtype)
 
     def evaluate(self) -> dict[str, float]:
-        """Loss and perplexity of ``data.eval_path`` with the weights as they are now."""
+        """Loss and perplexity of ``data.eval_path`` with the weights as they are now.
+
+        Raises:
+            ConfigError: There is no ``data.eval_path``.
+        """
         return self._evaluate(stoppable=False)
 
     def _evaluate(self, *, stoppable: bool) -> dict[str, float]:
         """`evaluate`; nothing when ``stoppable`` and the run is to stop: `--resume` makes up for it."""
         corpus = self._prepared.evaluation
-        assert corpus is not None
+        if corpus is None:
+            raise ConfigError("data.eval_path is not set: there is nothing to evaluate on")
         self._start()
         if self._pending is not None:
             self._run(build_flush(self._shape, pending=True), None)

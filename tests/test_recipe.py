@@ -70,6 +70,25 @@ def test_evaluation_is_plain_pytorchs_and_changes_nothing(
         assert record["eval_perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+def test_evaluation_needs_held_out_data(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    with (
+        Trainer(make_config(model_dir("llama"))) as trainer,
+        pytest.raises(ConfigError, match=r"data\.eval_path is not set"),
+    ):
+        trainer.evaluate()
+
+
+def test_what_held_out_data_leave_out_is_told(model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path) -> None:
+    held_out = write_tokens(tmp_path / "eval.jsonl", [9, *[1] * 6], VOCABULARY)
+    told: list[str] = []
+    Trainer(make_config(model_dir("llama"), data__eval_path=str(held_out)), tell=told.append).shutdown()
+    places = ", ".join(f"{held_out}:{line}" for line in range(2, 7))
+    assert (
+        f"left out of the held-out data: 6 x no target ({places} and 1 more); `megatrain-ray data` lists all rows"
+        in told
+    )
+
+
 def test_strong_weight_decay_and_label_smoothing_are_torchs(model_dir: ModelDir, make_config: MakeConfig) -> None:
     """Decay takes 1 % a step, far more than the gradients move; GPT-2 has norms, biases and learned positions."""
     config = make_config(
@@ -329,6 +348,11 @@ def test_the_template_of_the_configuration_is_exported_and_spare_rows_are_kept(
         )
     for name in ("model.embed_tokens.weight", "lm_head.weight"):
         assert weights[name].shape[0] == saved_weights(exported)[name].shape[0] == 300
+
+
+def test_tokens_need_no_tokenizer_whatever_the_template(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    with Trainer(make_config(model_dir("llama"), data__chat_template=CHATML)) as trainer:
+        assert trainer.total_steps == 8
 
 
 def test_packing_is_refused_where_attention_cannot_do_it(make_config: MakeConfig, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megatrain_ray.data.rows import open_sources
 from megatrain_ray.data.tokens import TokenTable, load_tokens
 from megatrain_ray.errors import DataError
 
-__all__ = ["Corpus", "Dropped", "read_corpus"]
+__all__ = ["Corpus", "Dropped", "left_out", "ranges", "read_corpus"]
 
 Ints = NDArray[np.int64]
 
@@ -37,8 +37,13 @@ class Dropped:
     places: tuple[str, ...]
 
     def __str__(self) -> str:
-        more = f" and {len(self.rows) - len(self.places)} more" if len(self.rows) > len(self.places) else ""
+        more = f" and {self.more} more" if self.more else ""
         return f"{len(self.rows)} x {self.reason} ({', '.join(self.places)}{more})"
+
+    @property
+    def more(self) -> int:
+        """Rows without their place here."""
+        return max(0, len(self.rows) - len(self.places))
 
 
 class Corpus:
@@ -72,7 +77,7 @@ class Corpus:
             self.samples = np.arange(len(self._starts), dtype=np.int64)
             self.truncated = np.empty(0, np.int64)
         elif self._joined:
-            self._cut_documents()
+            self._cut_documents(problems)
         else:
             self._choose_rows(problems)
         self.dropped = tuple(
@@ -80,7 +85,7 @@ class Corpus:
             for reason, entries in problems.items()
         )
 
-    def _cut_documents(self) -> None:
+    def _cut_documents(self, problems: dict[str, Ints]) -> None:
         table, limit = self.table, self.max_length
         # A last piece of one token has nothing to predict.
         pieces = np.where(table.lengths > 1, (table.lengths - 2) // limit + 1, 0)
@@ -90,19 +95,13 @@ class Corpus:
         self._lengths = np.minimum(limit, table.lengths[entries] - ordinal * limit)
         self.samples = table.row[entries]
         self.truncated = np.empty(0, np.int64)
+        _explain(problems, _NO_TARGET, (pieces == 0) & ~np.isin(table.row, self.samples))
 
     def _choose_rows(self, problems: dict[str, Ints]) -> None:
         table, limit = self.table, self.max_length
         usable = (table.first_target > 0) & (table.first_target < limit)
-        reasonless = np.ones(len(usable), bool)
-        for entries in problems.values():
-            reasonless[entries] = False
-        without = np.flatnonzero(reasonless & (table.first_target == 0))
-        cut_off = np.flatnonzero(reasonless & (table.first_target >= limit))
-        if len(without):
-            problems[_NO_TARGET] = without
-        if len(cut_off):
-            problems[f"{_NO_TARGET} within max_length {limit}"] = cut_off
+        _explain(problems, _NO_TARGET, table.first_target == 0)
+        _explain(problems, f"{_NO_TARGET} within max_length {limit}", table.first_target >= limit)
         self._entries = np.flatnonzero(usable)
         self._starts = table.starts[self._entries]
         self._lengths = np.minimum(table.lengths[self._entries], limit)
@@ -161,6 +160,37 @@ class Corpus:
                 f"{self.table.place(entry)}: token id {self.table.largest_id[entry]} is outside of the model's "
                 f"embedding, which has {vocabulary_rows} rows: the data belong to another tokenizer or model"
             )
+
+
+def left_out(training: Corpus, evaluation: Corpus | None, *, all_rows: bool = False) -> list[str]:
+    """A line for each reason to leave out rows of either set.
+
+    Args:
+        training: What is trained on.
+        evaluation: What is held out.
+        all_rows: The lines name all rows, be they many.
+    """
+    lines = []
+    for what, corpus in (("left out", training), ("left out of the held-out data", evaluation)):
+        for dropped in corpus.dropped if corpus is not None else ():
+            where = f"rows {ranges(dropped.rows)}" if all_rows else "`megatrain-ray data` lists all rows"
+            lines.append(f"{what}: {dropped}" + (f"; {where}" if dropped.more else ""))
+    return lines
+
+
+def ranges(numbers: Ints) -> str:
+    """Ascending numbers for people, such as ``1, 4-7``."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+
+
+def _explain(problems: dict[str, Ints], reason: str, chosen: NDArray[np.bool_]) -> None:
+    """Adds a reason for the chosen entries that have none yet."""
+    unexplained = chosen.copy()
+    for entries in problems.values():
+        unexplained[entries] = False
+    if unexplained.any():
+        problems[reason] = np.flatnonzero(unexplained)
 
 
 def read_corpus(

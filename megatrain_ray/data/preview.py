@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatrain_ray.data.batches import IGNORED
-from megatrain_ray.data.corpus import Corpus, Dropped
+from megatrain_ray.data.corpus import Corpus, Dropped, left_out, ranges
 from megatrain_ray.data.sampler import TrainingData
 
 __all__ = ["Preview", "Segment", "describe", "print_preview", "segments_of"]
@@ -108,12 +108,12 @@ def print_preview(data: TrainingData, console: Console, samples: int = 3, evalua
         data: Of the run.
         console: Where to.
         samples: How many to show.
-        evaluation: Held-out data, counted in one line.
+        evaluation: Held-out data: counts, and what was left out.
     """
     facts = describe(data)
     console.print(_facts_table(data, facts, evaluation))
-    for dropped in facts.dropped:
-        console.print(Text(f"left out: {dropped}", style="yellow"))
+    for line in left_out(data.corpus, evaluation, all_rows=True):
+        console.print(Text(line, style="yellow"))
     console.print(_histogram_table(facts))
     for index in itertools.islice(_in_order(data), samples):
         console.print(_sample(data, index))
@@ -131,7 +131,10 @@ def _facts_table(data: TrainingData, facts: Preview, evaluation: Corpus | None) 
     add("format", facts.form)
     add("rows", f"{facts.num_rows:,} read, {facts.num_samples:,} {what} kept")
     if facts.truncated:
-        add("truncated", f"{len(facts.truncated):,} to {data.corpus.max_length} tokens (rows {_some(facts.truncated)})")
+        add(
+            "truncated",
+            f"{len(facts.truncated):,} to {data.corpus.max_length} tokens (rows {ranges(data.corpus.truncated)})",
+        )
     if facts.dropped:
         add("left out", f"{data.corpus.without_targets:,} of {facts.num_rows:,} rows")
     share = facts.targets_per_epoch / facts.tokens_per_epoch
@@ -144,12 +147,11 @@ def _facts_table(data: TrainingData, facts: Preview, evaluation: Corpus | None) 
     saved = f" ({facts.plain_padding_share:.1%} without {' and '.join(how)})" if how else ""
     add("padding", f"{facts.padding_share:.1%} of all tokens computed{saved}")
     if evaluation is not None:
-        add("held out", f"{len(evaluation):,} samples, {int(evaluation.lengths().sum()):,} tokens")
+        left = (
+            f"; {evaluation.without_targets:,} of {evaluation.num_rows:,} rows left out" if evaluation.dropped else ""
+        )
+        add("held out", f"{len(evaluation):,} samples, {int(evaluation.lengths().sum()):,} tokens{left}")
     return table
-
-
-def _some(numbers: tuple[int, ...], count: int = 8) -> str:
-    return ", ".join(map(str, numbers[:count])) + (", ..." if len(numbers) > count else "")
 
 
 def _histogram(corpus: Corpus) -> tuple[tuple[int, int, int], ...]:

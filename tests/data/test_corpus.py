@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -54,11 +55,13 @@ def test_a_window_of_one_token_is_no_window(tmp_path: Path, tokenizer: Any, leng
 
 
 def test_with_packing_documents_stay_apart(tmp_path: Path, tokenizer: Any) -> None:
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "ab"}, {"text": ""}, {"text": "cdefghijklm"}, {"text": "n"}])
+    documents = ["ab", "", "cdefghijklm", "n", "<|im_end|>"]  # the last one ends itself: one token
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in documents])
     data = load(path, tokenizer, data={"max_length": 6, "packing": True})
     assert texts(data) == ["ab<|im_end|>", "cdefgh", "ijklm<|im_end|>", "n<|im_end|>"]
     assert data.corpus.samples.tolist() == [0, 2, 2, 3]
     assert data.corpus.num_targets == 2 + 5 + 5 + 1
+    assert [(one.reason, one.rows.tolist()) for one in data.corpus.dropped] == [("empty text", [1]), ("no target", [4])]
 
 
 def test_a_text_in_pieces_has_the_tokens_of_the_whole(
@@ -303,6 +306,27 @@ def test_what_a_killed_build_leaves_is_removed_by_the_next(tmp_path: Path, token
     assert len(partial()) == 1
     assert load(path, tokenizer).corpus.num_rows == 1000
     assert partial() == []
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "cause"),
+    [(rows_module, "_parse", "a.jsonl: cannot be read: it is gone"), (tokens_module, "_write", "cannot write tokens")],
+)
+def test_reading_and_writing_fail_under_their_own_names(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, module: Any, name: str, cause: str
+) -> None:
+    """The second line, when the build is under way."""
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "a"}, {"text": "b"}])
+    whole = getattr(module, name)
+
+    def fails(*arguments: Any) -> Any:
+        if name == "_parse" and '"a"' in arguments[0]:
+            return whole(*arguments)
+        raise OSError(errno.EIO, "it is gone")
+
+    monkeypatch.setattr(module, name, fails)
+    with pytest.raises(DataError, match=cause):
+        load(path, tokenizer)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path, tokenizer: Any) -> None:
