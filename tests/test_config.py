@@ -13,6 +13,8 @@ import yaml
 from megatrain_ray.config import SCHEDULERS, Config, differences, load_config, parse_bytes
 from megatrain_ray.errors import ConfigError
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
 BASE = """\
 model:
   name_or_path: path/to/hf_dir
@@ -101,6 +103,11 @@ def test_reads_what_people_type(tmp_path: Path) -> None:
     assert config.training.weight_decay == 0.01
     (tmp_path / "again.yaml").write_text(config.to_yaml())
     assert load_config(tmp_path / "again.yaml") == config
+
+
+def test_the_examples_load() -> None:
+    loaded = {path.stem for path in EXAMPLES.rglob("*.yaml") if load_config(path)}
+    assert loaded >= {"alpaca", "identity", "quickstart", "larger_than_memory", "llama-3-70b"}
 
 
 def test_the_documented_configuration_loads_as_it_is(tmp_path: Path) -> None:
