@@ -168,20 +168,22 @@ def left_out(training: Corpus, evaluation: Corpus | None, *, all_rows: bool = Fa
     Args:
         training: What is trained on.
         evaluation: What is held out.
-        all_rows: The lines name all rows, be they many.
+        all_rows: The lines name more rows than the first few, see `ranges`.
     """
     lines = []
     for what, corpus in (("left out", training), ("left out of the held-out data", evaluation)):
         for dropped in corpus.dropped if corpus is not None else ():
-            where = f"rows {ranges(dropped.rows)}" if all_rows else "`megatrain-ray data` lists all rows"
+            where = f"rows {ranges(dropped.rows)}" if all_rows else "`megatrain-ray data` lists them"
             lines.append(f"{what}: {dropped}" + (f"; {where}" if dropped.more else ""))
     return lines
 
 
-def ranges(numbers: Ints) -> str:
-    """Ascending numbers for people, such as ``1, 4-7``."""
+def ranges(numbers: Ints, most: int = 200) -> str:
+    """Ascending numbers for people, such as ``1, 4-7``; after so many runs of them only how many more there are."""
     runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
+    shown = ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs[:most])
+    more = sum(map(len, runs[most:]))
+    return f"{shown} and {more:,} more" if more else shown
 
 
 def _explain(problems: dict[str, Ints], reason: str, chosen: NDArray[np.bool_]) -> None:

@@ -19,6 +19,7 @@ import pytest
 from megatrain_ray.data import rows as rows_module
 from megatrain_ray.data import tokens as tokens_module
 from megatrain_ray.data.batches import IGNORED
+from megatrain_ray.data.corpus import ranges
 from megatrain_ray.errors import DataError
 from tests.data.makers import byte_tokenizer, chat, load, make_config, shared_tokenizer, write_jsonl
 
@@ -398,3 +399,8 @@ def test_evaluation_data(tmp_path: Path, tokenizer: Any) -> None:
     assert [batch.samples for batch in batches] == [(0, 1), (2, 3), (4,)]
     assert sum(batch.target_tokens for batch in batches) == corpus.num_targets == sum(range(2, 7))
     assert (batches[0].micro_batches[0].labels[0] != IGNORED).sum() == 2
+
+
+def test_rows_are_named_in_runs_up_to_a_number_of_them() -> None:
+    assert ranges(np.array([1, 4, 5, 6, 9])) == "1, 4-6, 9"
+    assert ranges(np.arange(0, 2000, 2), most=2) == "0, 2 and 998 more"
