@@ -189,7 +189,7 @@ class TierMemory:
         allocated = heap_bytes if self.on_cpu else int
         hidden = allocated(cost.hidden_bytes) * micro_batches
         kept = self._kept(shape)
-        inputs = hidden * (len(self.layers) - 2 - len(kept))
+        inputs = cost.hidden_bytes * micro_batches * (len(self.layers) - 2 - len(kept))  # memory of their own
         # Of equal layers one gradient is summed while the one before leaves; buffers are used again.
         sums = allocated(self._largest(range(1, shape.head))) * min(2, shape.head - 1)
         outer = [allocated(self.layers[index].section_bytes("float32")) for index in (shape.embed, shape.head)]
