@@ -418,7 +418,7 @@ class Trainer:
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
-        self._cluster.start(self.run.name, specs, self.run.path / LOGS)
+        self._cluster.start(self.run.path, specs, self.run.path / LOGS)
         self._metrics = RunMetrics(self.run.name, plan.to_json(), total_steps=self.total_steps)
         self._pipeline = Pipeline(
             self._cluster,
