@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import MegatrainError, TrainingError
 
 if TYPE_CHECKING:
     from megatrain_ray.trainer import Trainer
@@ -165,12 +165,14 @@ def inspect(
 
 @app.command()
 def pause(run: RunPath) -> None:
-    """Lets the present step and its checkpoint end, then holds the run; its actors stay."""
+    """Lets the start or the present step and its checkpoint end, then holds the run; its actors stay."""
     _steer(run, "pause")
-    with console.status("the present step ends first"):
-        while _steer(run, "status")["state"] == "pausing":
+    with console.status("the start or the present step ends first"):
+        while (facts := _steer(run, "status"))["state"] == "pausing":
             time.sleep(0.2)
-    print(f"{run}: paused at step {_steer(run, 'status')['step']}")
+    if facts["state"] != "paused":
+        raise TrainingError(f"{run}: not paused: the run is {facts['state']}")
+    print(f"{run}: paused at step {facts['step']}")
 
 
 @app.command()

@@ -249,7 +249,7 @@ class Trainer:
     def status(self) -> dict[str, Any]:
         """What the run is doing now; see INTERFACE. From any thread."""
         started = self._cluster is not None
-        pausing = self.state == "running" and not self._go.is_set()
+        pausing = self.state in ("starting", "running") and not self._go.is_set()
         return live_status(
             run=str(self.run.path),
             state="pausing" if pausing else self.state,

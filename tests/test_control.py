@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from megatrain_ray.cli import pause
 from megatrain_ray.control import SOCKET, ControlServer, NotLiveError, ask
 from megatrain_ray.errors import ConfigError, RunDirectoryError, TrainingError
 from megatrain_ray.layout import pack_layer
@@ -126,6 +127,31 @@ def test_layers_are_not_shown_before_they_are_there(model_dir: ModelDir, make_co
         trainer._cluster = Mock(pids=dict.fromkeys(Tier, 1))
         with pytest.raises(TrainingError, match="the run is starting: its layers are not there yet"):
             trainer.inspect("1")
+
+
+def test_a_run_that_is_paused_while_it_starts_is_pausing(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    with Trainer(make_config(model_dir("llama"))) as trainer:
+        assert trainer.status()["state"] == "starting"
+        trainer.pause()
+        assert trainer.status()["state"] == "pausing"
+        trainer.resume()
+        assert trainer.status()["state"] == "starting"
+
+
+@pytest.mark.parametrize("end", ["paused", "running", "failed"])
+def test_pause_waits_and_says_what_became_of_the_run(
+    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = iter(["pausing", "pausing", end])
+    commands = {"pause": lambda: None, "status": lambda: {"state": next(states), "step": 3}}
+    server = ControlServer(tmp_path, commands)
+    try:
+        with contextlib.nullcontext() if end == "paused" else pytest.raises(TrainingError, match=f"the run is {end}"):
+            pause(tmp_path)
+    finally:
+        server.close()
+    assert capsys.readouterr().out == (f"{tmp_path}: paused at step 3\n" if end == "paused" else "")
+    assert not list(states)
 
 
 @pytest.mark.ray
