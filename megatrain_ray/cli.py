@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import signal
 import sys
 import time
@@ -52,6 +53,8 @@ def train(
     config = load_config(config_path, overrides or ())
     changed = [override.partition("=")[0].strip() for override in overrides or ()]
     tell = (lambda message: None) if quiet else _tell
+    if quiet:
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it announces its authentication as a warning
     with (
         _Signals() as signals,
         Trainer(config, resume=resume, overwrite=overwrite, changed=changed, tell=tell) as trainer,
