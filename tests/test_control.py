@@ -205,9 +205,7 @@ def test_a_killed_run_is_called_killed_and_leaves_no_process(
     assert len(family) > len(Tier)
     assert {each.name() for each in left} <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # these look once a minute
     assert status["eta_s"] > 0 and status["gb_per_s"]["object_store_put"] > 0
-    assert all(
-        status["gb_per_s"][f"{tier}_{way}"] > 0 for tier in (Tier.OPTIMIZER, Tier.WORKER) for way in ("in", "out")
-    )
+    assert {f"{tier}_{way}" for tier in Tier for way in ("in", "out")} <= status["gb_per_s"].keys()
     after = read_status(directory)
     assert after["state"] == "killed" and after["step"] > 0
     with pytest.raises(NotLiveError):
