@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Table
 from rich.text import Text
 
-from megatrain_ray.errors import MegatrainError
+from megatrain_ray.errors import MegatrainError, TrainingError
 
 if TYPE_CHECKING:
     from megatrain_ray.trainer import Trainer
@@ -52,6 +53,8 @@ def train(
     config = load_config(config_path, overrides or ())
     changed = [override.partition("=")[0].strip() for override in overrides or ()]
     tell = (lambda message: None) if quiet else _tell
+    if quiet:
+        logging.getLogger("ray").setLevel(logging.ERROR)  # it announces its authentication as a warning
     with (
         _Signals() as signals,
         Trainer(config, resume=resume, overwrite=overwrite, changed=changed, tell=tell) as trainer,
@@ -165,12 +168,14 @@ def inspect(
 
 @app.command()
 def pause(run: RunPath) -> None:
-    """Lets the present step and its checkpoint end, then holds the run; its actors stay."""
+    """Lets the start or the present step and its checkpoint end, then holds the run; its actors stay."""
     _steer(run, "pause")
-    with console.status("the present step ends first"):
-        while _steer(run, "status")["state"] == "pausing":
+    with console.status("the start or the present step ends first"):
+        while (facts := _steer(run, "status"))["state"] == "pausing":
             time.sleep(0.2)
-    print(f"{run}: paused at step {_steer(run, 'status')['step']}")
+    if facts["state"] != "paused":
+        raise TrainingError(f"{run}: not paused: the run is {facts['state']}")
+    print(f"{run}: paused at step {facts['step']}")
 
 
 @app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import ipaddress
 import logging
 import os
 import re
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 # Ray replaces a loopback node address by the host's own and then listens on all interfaces; with this switch, which it
 # has for laptops and reads when it is imported, it does not.
@@ -33,6 +35,7 @@ os.environ.setdefault("RAY_task_events_max_num_task_in_gcs", "10000")
 # The plan keeps memory in bounds; Ray's monitor, which kills processes at 95%, is only the last resort.
 os.environ.setdefault("RAY_memory_usage_threshold", "0.98")
 
+import psutil
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
@@ -43,9 +46,8 @@ from megatrain_ray.observe.memory import PeakWatch, RayMemory
 from megatrain_ray.packed import PackedLayer
 from megatrain_ray.schedule import Tier
 
-__all__ = ["CLASS_NAME", "MAX_ATTEMPTS", "NAMESPACE", "Call", "Cluster", "Receipt", "TierSpec"]
+__all__ = ["CLASS_NAME", "MAX_ATTEMPTS", "Call", "Cluster", "Receipt", "TierSpec"]
 
-NAMESPACE = "megatrain_ray"
 MAX_ATTEMPTS = 3
 """Deaths at one place after which it is no accident."""
 
@@ -215,13 +217,20 @@ class Cluster:
         self.owns_ray = address is None
         if address is not None:
             with _own_signals():
-                ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, configure_logging=False)
+                context = ray.init(address=address, log_to_driver=False, configure_logging=False)
             resources: dict[str, float] = ray.cluster_resources()
             size = int(resources.get("object_store_memory", 0))
             if size < object_store_bytes:
                 raise PlanError(
                     f"the Ray at {address} has an object store of {size} bytes, this run needs {object_store_bytes}: "
                     f"start Ray with --object-store-memory {object_store_bytes} or more"
+                )
+            dashboard_url: str | None = context.dashboard_url
+            if dashboard_url and not _listens_here_alone(dashboard_url):
+                on_note(
+                    "ray",
+                    f"the dashboard of the Ray at {address} ({dashboard_url}) listens beyond the loopback interface: "
+                    "anyone who reaches its port runs code as you; start Ray with --dashboard-host 127.0.0.1",
                 )
             return
         with _own_signals():
@@ -230,7 +239,6 @@ class Cluster:
                 object_store_memory=max(object_store_bytes, 80 << 20),
                 include_dashboard=dashboard,
                 dashboard_host="127.0.0.1",
-                namespace=NAMESPACE,
                 log_to_driver=False,
                 configure_logging=False,
                 _node_ip_address="127.0.0.1",
@@ -245,11 +253,12 @@ class Cluster:
         self._on_note("ray", f"{wanted} is too long for the names of sockets; temporary files go to /tmp/ray")
         return "/tmp/ray"
 
-    def start(self, run: str, specs: Mapping[Tier, TierSpec], logs: Path) -> None:
+    def start(self, run: Path, specs: Mapping[Tier, TierSpec], logs: Path) -> None:
         """Makes the actors and waits until each has built its tier.
 
         Args:
-            run: Name of the run; the actors are called ``RUN/nvme_store`` and so on.
+            run: Directory of the run; the actors are called ``NAME/nvme_store`` and so on, after its last part, in a
+                namespace that is the whole path: other runs that share Ray may have a directory of that name too.
             specs: What to make.
             logs: Directory for the actors' logs; its parent exists.
 
@@ -259,10 +268,11 @@ class Cluster:
         _check_gpus(sum(spec.num_gpus for spec in specs.values()))
         for tier, spec in specs.items():
             base = _AsyncTierActor if tier is Tier.STORE else _TierActor
-            label = f"{CLASS_NAME[tier]}({run})"
+            label = f"{CLASS_NAME[tier]}({run.name})"
             remote_class: Any = ray.remote(type(CLASS_NAME[tier], (base,), {"__module__": __name__, "label": label}))
             self._handles[tier] = remote_class.options(
-                name=f"{run}/{tier}",
+                name=f"{run.name}/{tier}",
+                namespace=str(run),
                 num_cpus=0,
                 num_gpus=spec.num_gpus,
                 max_restarts=-1,
@@ -389,6 +399,26 @@ class Cluster:
         if self.owns_ray:
             ray.shutdown()
             self.owns_ray = False
+
+
+def _listens_here_alone(dashboard_url: str) -> bool:
+    """Whether only this host reaches the dashboard.
+
+    Ray publishes the node's address for one that listens on all interfaces: what listens on its port counts too.
+    """
+    published = urlsplit(f"//{dashboard_url.rpartition('://')[2]}")
+    hosts = {published.hostname or ""}
+    for connection in psutil.net_connections("inet"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr and connection.laddr.port == published.port:
+            hosts.add(connection.laddr.ip)
+    return all(map(_is_loopback, hosts))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host.removeprefix("::ffff:")).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _check_gpus(required: float) -> None:

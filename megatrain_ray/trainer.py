@@ -250,7 +250,7 @@ class Trainer:
     def status(self) -> dict[str, Any]:
         """What the run is doing now; see INTERFACE. From any thread."""
         started = self._cluster is not None
-        pausing = self.state == "running" and not self._go.is_set()
+        pausing = self.state in ("starting", "running") and not self._go.is_set()
         return live_status(
             run=str(self.run.path),
             state="pausing" if pausing else self.state,
@@ -424,7 +424,7 @@ class Trainer:
         )
         deadline_s = self.config.tiers.deadline_s
         specs = {tier: TierSpec(builders[tier], threads[tier], gpus.get(tier, 0.0)) for tier in Tier}
-        self._cluster.start(self.run.name, specs, self.run.path / LOGS)
+        self._cluster.start(self.run.path, specs, self.run.path / LOGS)
         self._metrics = RunMetrics(self.run.name, plan.to_json(), total_steps=self.total_steps)
         self._pipeline = Pipeline(
             self._cluster,

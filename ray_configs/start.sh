@@ -37,6 +37,14 @@ await_agent() {
   echo "Ray takes jobs at $dashboard"
 }
 
+# RAY_START_OPTIONS may open Ray to others: that is said.
+for option in dashboard-host node-ip-address; do
+  [[ " ${RAY_START_OPTIONS:-}" =~ .*[[:space:]]--$option[[:space:]=]+([^[:space:]]+) ]] || continue # the last one counts
+  host=${BASH_REMATCH[1]}
+  [[ $host =~ ^(127\.[0-9.]+|localhost|::1)$ ]] ||
+    echo "warning: --$option $host is not the loopback interface: anyone who reaches its ports runs code as you" >&2
+done
+
 cd "$HOME" # Ray's dashboard imports from its working directory: not from a project
 start=(ray start --head --node-ip-address 127.0.0.1 --port "${RAY_PORT:-6379}"
   --dashboard-host 127.0.0.1 --dashboard-port "${RAY_DASHBOARD_PORT:-8265}" --dashboard-agent-listen-port 0 --temp-dir "${RAY_TEMP_DIR:-/tmp/ray}"

@@ -27,14 +27,11 @@ def ray_instance() -> Iterator[None]:
     """Ray for all tests of the session that ask for it."""
     import ray
 
-    from megatrain_ray.cluster import NAMESPACE
-
     ray.init(
         num_cpus=1,
         num_gpus=1,  # on paper: for tests of who gets it
         object_store_memory=400 << 20,
         include_dashboard=False,
-        namespace=NAMESPACE,
         log_to_driver=False,
         _node_ip_address="127.0.0.1",
     )

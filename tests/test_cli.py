@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pty
+import re
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +18,7 @@ import psutil
 import pytest
 from transformers import AutoModelForCausalLM
 
-from tests.commands import Command, run
+from tests.commands import ROOT, Command, run
 
 ModelDir = Callable[[str], Path]
 MakeConfig = Callable[..., Any]
@@ -79,12 +83,48 @@ def test_train_and_export(config_path: Path) -> None:
     assert trained.returncode == 0, trained.err
     records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records] == [1, 2, 3]
+    # Not a terminal: a plain line a step, no codes that move a cursor.
+    for record in records:
+        assert f"\nstep {record['step']}/3  lr {record['learning_rate']:.3g}  loss {record['loss']:.4f}" in trained.err
+    assert "\x1b" not in trained.err and "\r" not in trained.err
     assert trained.last_line.startswith(
         f"done: step 3 of 3, loss {records[0]['loss']:.4f} -> {records[-1]['loss']:.4f}"
     )
     exported = run("export", str(folder / "run" / "checkpoint-3"), str(folder / "out"), cwd=folder)
     assert exported.returncode == 0, exported.err
     AutoModelForCausalLM.from_pretrained(exported.out.strip())
+
+
+@pytest.mark.ray
+def test_a_quiet_run_prints_its_closing_line_only(config_path: Path) -> None:
+    command = run("train", str(config_path), "--quiet", cwd=config_path.parent)
+    assert command.returncode == 0, command.err
+    assert command.out == ""
+    assert len(command.err.splitlines()) == 1 and command.last_line.startswith("done: step 3 of 3"), command.err
+
+
+@pytest.mark.ray
+def test_a_terminal_shows_what_the_step_waits_for(config_path: Path) -> None:
+    master, slave = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "megatrain_ray", "train", str(config_path), "--set", "training.max_steps=20"],
+        cwd=config_path.parent, stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "160"},
+    )  # fmt: skip
+    os.close(slave)
+    shown = b""
+    with contextlib.suppress(OSError):  # the other side has ended
+        while block := os.read(master, 65536):
+            shown += block
+    os.close(master)
+    assert process.wait(60) == 0, shown
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+    assert "Ray and the actors" in text  # while it starts
+    waits = re.findall(r"(nvme_store|cpu_optimizer|gpu_worker): (\w+) of (embed|layer-\d+|head)", text)
+    assert "gpu_worker" in {actor for actor, _, _ in waits}, text
+    assert re.search(r"\d+/20 .* loss \d+\.\d{4}  norm .* tokens/s", text)
+    assert not re.search(r"step \d+/20  lr", text)  # the line is redrawn instead
+    assert "done: step 20 of 20" in text
 
 
 def test_plan_and_data_start_nothing(config_path: Path) -> None:

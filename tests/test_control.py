@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import signal
@@ -17,8 +18,10 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 
+from megatrain_ray.cli import pause
 from megatrain_ray.control import SOCKET, ControlServer, NotLiveError, ask
 from megatrain_ray.errors import ConfigError, RunDirectoryError, TrainingError
 from megatrain_ray.layout import pack_layer
@@ -128,6 +131,31 @@ def test_layers_are_not_shown_before_they_are_there(model_dir: ModelDir, make_co
             trainer.inspect("1")
 
 
+def test_a_run_that_is_paused_while_it_starts_is_pausing(model_dir: ModelDir, make_config: MakeConfig) -> None:
+    with Trainer(make_config(model_dir("llama"))) as trainer:
+        assert trainer.status()["state"] == "starting"
+        trainer.pause()
+        assert trainer.status()["state"] == "pausing"
+        trainer.resume()
+        assert trainer.status()["state"] == "starting"
+
+
+@pytest.mark.parametrize("end", ["paused", "running", "failed"])
+def test_pause_waits_and_says_what_became_of_the_run(
+    end: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    states = iter(["pausing", "pausing", end])
+    commands = {"pause": lambda: None, "status": lambda: {"state": next(states), "step": 3}}
+    server = ControlServer(tmp_path, commands)
+    try:
+        with contextlib.nullcontext() if end == "paused" else pytest.raises(TrainingError, match=f"the run is {end}"):
+            pause(tmp_path)
+    finally:
+        server.close()
+    assert capsys.readouterr().out == (f"{tmp_path}: paused at step 3\n" if end == "paused" else "")
+    assert not list(states)
+
+
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_instance")
 def test_stop_set_and_inspect_in_process(model_dir: ModelDir, make_config: MakeConfig) -> None:
@@ -177,6 +205,7 @@ def test_a_killed_run_is_called_killed_and_leaves_no_process(
     assert len(family) > len(Tier)
     assert {each.name() for each in left} <= {"ray::DashboardAgent", "ray::RuntimeEnvAgent"}  # these look once a minute
     assert status["eta_s"] > 0 and status["gb_per_s"]["object_store_put"] > 0
+    assert {f"{tier}_{way}" for tier in Tier for way in ("in", "out")} <= status["gb_per_s"].keys()
     after = read_status(directory)
     assert after["state"] == "killed" and after["step"] > 0
     with pytest.raises(NotLiveError):
@@ -328,3 +357,32 @@ def test_a_run_of_which_little_is_known_is_shown(tmp_path: Path) -> None:
     status = read_status(tmp_path)
     assert status["state"] == "killed" and set(status["actors"]) == set(map(str, Tier))
     assert render_status(status)
+
+
+def test_the_rate_of_each_tier_is_shown(tmp_path: Path) -> None:
+    moved = {str(tier): {"bytes_in": int(4e9 * (at + 1)), "bytes_out": int(2e9)} for at, tier in enumerate(Tier)}
+    record = {
+        **dict.fromkeys(("loss", "learning_rate", "tokens_per_s", "device_idle_fraction"), 0.5),
+        "step": 1,
+        "step_time_s": 4.0,
+        "nvme_read_bytes": int(8e9),
+        "nvme_write_bytes": int(1e9),
+        "object_store_put_bytes": int(12e9),
+        "tiers": moved,
+        "peak_bytes": dict.fromkeys((*map(str, Tier), "object_store", "nvme"), 1 << 20),
+    }
+    (tmp_path / "state.json").write_text('{"state": "finished", "max_steps": 1}')
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    status = read_status(tmp_path)
+    assert status["gb_per_s"] == {
+        "nvme_read": 2.0, "nvme_write": 0.25, "object_store_put": 3.0,
+        "nvme_store_in": 1.0, "nvme_store_out": 0.5,
+        "cpu_optimizer_in": 2.0, "cpu_optimizer_out": 0.5,
+        "gpu_worker_in": 3.0, "gpu_worker_out": 0.5,
+    }  # fmt: skip
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(render_status(status))
+    rows = [line.split() for line in console.export_text().splitlines()]
+    shown = {row[0]: " ".join(row[3:]) for row in rows if row and "GB/s" not in row}
+    assert shown["cpu_optimizer"] == "2.00 in, 0.50 out" and shown["gpu_worker"] == "3.00 in, 0.50 out"
+    assert shown["object_store"] == "3.00 put" and shown["nvme"] == "2.00 read, 0.25 written"

@@ -21,8 +21,10 @@ from typing import Any
 import psutil
 import pytest
 
+from megatrain_ray.checkpoint.directory import newest_complete
 from megatrain_ray.control import ask
 from megatrain_ray.observe.status import read_status
+from megatrain_ray.run_directory import RunDirectory
 from megatrain_ray.trainer import Trainer
 from tests.runs import digest, trace
 from tests.test_control import wait_for
@@ -187,6 +189,64 @@ def test_a_job_that_is_refused_says_why_and_fails(
         f"object store of 200000000 bytes, this run needs {300 << 20}: start Ray with --object-store-memory "
         f"{300 << 20} or more"
     ) in done.stdout
+
+
+def test_a_job_that_is_stopped_saves_first(
+    workstation: Workstation, model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(make_config(model_dir("llama"), training__max_steps=100000).to_yaml())
+    workstation.environment["RAY_AUTH_MODE"] = "token"
+    address = f"--address=http://127.0.0.1:{workstation.environment['RAY_DASHBOARD_PORT']}"
+    job = f"stopped-{os.getpid()}"
+    command = ("megatrain-ray", "train", str(tmp_path / "run.yaml"))
+    submitted = workstation.run("ray", "job", "submit", address, "--no-wait", "--submission-id", job, "--", *command)
+    assert submitted.returncode == 0, submitted.stderr
+    directory = tmp_path / "run"
+    actors = wait_for(directory, lambda status: status["step"] > 1)["actors"]
+    stopped = workstation.run("ray", "job", "stop", address, job)
+    assert stopped.returncode == 0, stopped.stderr
+    ended = read_status(directory)
+    assert ended["state"] == "stopped" and not RunDirectory(directory).is_locked()
+    found = newest_complete(directory, deep=True)
+    assert found is not None and found.path.name == f"checkpoint-{ended['step']}"
+    _, alive = psutil.wait_procs(
+        [psutil.Process(each["pid"]) for each in actors.values() if psutil.pid_exists(each["pid"])], 10
+    )
+    assert not alive
+    log = workstation.run("ray", "job", "logs", address, job).stdout
+    assert f"stopped: step {ended['step']} of 100000" in log
+    assert "runs code as you" not in log  # this Ray listens on the loopback interface
+
+
+@pytest.mark.parametrize(
+    ("options", "warned"),
+    [
+        ("", []),
+        ("--dashboard-host 127.0.0.1 --block", []),
+        ("--dashboard-host=localhost", []),
+        ("--dashboard-host 0.0.0.0", ["--dashboard-host 0.0.0.0"]),
+        (
+            "--num-gpus 1  --dashboard-host=:: --node-ip-address 192.0.2.7",
+            ["--dashboard-host ::", "--node-ip-address 192"],
+        ),
+        ("--dashboard-host 0.0.0.0 --dashboard-host 127.0.0.1", []),  # the last one counts
+    ],
+)
+def test_starting_ray_beyond_the_loopback_interface_warns(options: str, warned: list[str], tmp_path: Path) -> None:
+    ray = tmp_path / "ray"  # starts nothing
+    ray.write_text("#!/bin/sh\n")
+    ray.chmod(0o700)
+    environment = {"HOME": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "RAY_AUTH_MODE": "disabled"}
+    done = subprocess.run(
+        [ROOT / "ray_configs/start.sh"],
+        env=environment | {"RAY_START_OPTIONS": options},
+        text=True,
+        capture_output=True,
+    )
+    assert done.returncode == 0
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(warned) and all(line.startswith("warning: ") for line in lines), done.stderr
+    assert all(text in line and "runs code as you" in line for text, line in zip(warned, lines, strict=True))
 
 
 def test_ray_and_its_jobs_listen_on_the_loopback_interface_only(workstation: Workstation) -> None:

@@ -1,4 +1,4 @@
-"""A live run seen from outside: Ray's metrics endpoint, a real Prometheus if there is one, dashboard, report."""
+"""A live run seen from outside: Ray's metrics endpoint, its timeline, a real Prometheus, dashboard, report."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from tests.conftest import write_tokens
 from tests.test_report import read_page
 
 CONFIGS = Path(__file__).resolve().parent.parent / "ray_configs"
+PROMETHEUS = shutil.which("prometheus")
 DISCOVERY = "/tmp/ray/prom_metrics_service_discovery.json"
 
 
@@ -49,6 +50,18 @@ def eventually(check: Callable[[], Any], what: str) -> Any:
             return value
         time.sleep(0.4)
     raise AssertionError(f"{what}: not within a minute")
+
+
+def watched(make_config: Callable[..., Any], model: Path, directory: Path) -> Any:
+    """Of a run that has a value for every expression."""
+    held_out = write_tokens(directory / "eval.jsonl", [9, 12], 97)
+    return make_config(
+        model,
+        training__output_dir=str(directory / "watched"),  # a name of its own in a Ray that other tests use
+        training__max_steps=4,
+        training__eval_steps=2,
+        data__eval_path=str(held_out),
+    )
 
 
 def test_the_dashboard_is_one_that_grafana_imports() -> None:
@@ -84,15 +97,7 @@ def test_a_live_run_is_seen_from_outside(
 ) -> None:
     import ray
 
-    held_out = write_tokens(tmp_path / "eval.jsonl", [9, 12], 97)
-    config = make_config(
-        model_dir("llama"),
-        training__output_dir=str(tmp_path / "watched"),  # a name of its own in a Ray that other tests use
-        training__max_steps=4,
-        training__eval_steps=2,
-        data__eval_path=str(held_out),
-    )
-    with Trainer(config) as trainer:
+    with Trainer(watched(make_config, model_dir("llama"), tmp_path)) as trainer:
         records = []
         for record in trainer.steps():
             records.append(record)
@@ -111,9 +116,12 @@ def test_a_live_run_is_seen_from_outside(
         assert metrics["ray_megatrain_step_seconds_count"] == {"": 4}
         loads = sum(r["prefetch"]["loads"] for r in records)
         assert metrics["ray_megatrain_prefetch_loads"] == {"": loads}
-        _ask_prometheus(port, tmp_path)
 
         page = read_page(write_report(run))
+    # Ray's own timeline names operation and layer.
+    tasks = {event["cat"].removeprefix("task::") for event in ray.timeline()}
+    layers = {"embed", "layer-0000", "layer-0001", "layer-0002", "head"}
+    assert {f"forward {layer}" for layer in layers - {"head"}} | {f"update {layer}" for layer in layers} <= tasks, tasks
     assert [r["restarts"] for r in records] == [{}, {}, {"gpu_worker": 1}, {}]
     # The process that took the worker's place is not taken for one of Ray's.
     ray_bytes = [r["peak_bytes"]["ray"] for r in records]
@@ -148,12 +156,21 @@ def _samples(text: str, wanted: set[str], step: int) -> dict[str, dict[str, floa
     return metrics
 
 
+@pytest.mark.ray
+@pytest.mark.skipif(PROMETHEUS is None, reason="no prometheus on PATH: names were looked up at the endpoint only")
+def test_prometheus_answers_every_expression_of_the_dashboard(
+    ray_instance: None, model_dir: Callable[[str], Path], make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    import ray
+
+    with Trainer(watched(make_config, model_dir("llama"), tmp_path)) as trainer:
+        assert len(list(trainer.steps())) == 4
+        _ask_prometheus(ray.nodes()[0]["MetricsExportPort"], tmp_path)
+
+
 def _ask_prometheus(port: int, directory: Path) -> None:
-    """Every expression of the dashboard, by a real Prometheus with our configuration; skipped where there is none."""
-    program = shutil.which("prometheus")
-    if program is None:
-        print("no prometheus on PATH: the dashboard's names were looked up at the endpoint only")
-        return
+    """Every expression of the dashboard, by a real Prometheus with our configuration."""
+    assert PROMETHEUS is not None
     configuration = (CONFIGS / "prometheus.yml").read_text()
     assert configuration.count(DISCOVERY) == 1
     targets = directory / "targets.json"
@@ -166,7 +183,7 @@ def _ask_prometheus(port: int, directory: Path) -> None:
         address = f"127.0.0.1:{free.getsockname()[1]}"
     options = ["--config.file", str(directory / "prometheus.yml"), "--storage.tsdb.path", str(directory / "tsdb")]
     with (directory / "prometheus.log").open("w") as log:
-        server = subprocess.Popen([program, *options, "--web.listen-address", address], stdout=log, stderr=log)
+        server = subprocess.Popen([PROMETHEUS, *options, "--web.listen-address", address], stdout=log, stderr=log)
     try:
 
         def empty() -> list[str]:

@@ -20,6 +20,7 @@ from megatrain_ray.bench import default_config
 from megatrain_ray.config import with_override
 from megatrain_ray.control import ask
 from megatrain_ray.observe.memory import private_bytes
+from megatrain_ray.schedule import Tier
 from megatrain_ray.trainer import Trainer
 from tests.models import TINY, plain_model
 from tests.runs import PART_NUMEL, page
@@ -76,6 +77,8 @@ def test_memory_levels_off(model_dir: ModelDir, make_config: MakeConfig) -> None
     (early, late), _ = held_bytes(config, PART_NUMEL, range(1491, 1501), range(2991, 3001))
     for name in early:
         assert late[name] - early[name] < 1500 * 1024, name
+    for process in ("driver", *map(str, Tier)):
+        assert late[process] <= 1.02 * early[process], process
 
 
 WATCHER = """

@@ -48,7 +48,7 @@ def live_status(
 
     Args:
         run: Its directory.
-        state: starting, running or paused.
+        state: starting, running, pausing or paused.
         step: Steps done.
         max_steps: Of the run.
         pids: Of the actors that have been started.
@@ -93,9 +93,10 @@ def live_status(
 def _of_record(record: Mapping[str, Any]) -> dict[str, Any]:
     facts = {key: record[key] for key in (*_SHOWN, "eval_loss") if key in record}
     if record:
-        facts["gb_per_s"] = {
-            key.removesuffix("_bytes"): round(record[key] / record["step_time_s"] / 1e9, 3) for key in _MOVED
-        }
+        moved = {key.removesuffix("_bytes"): record[key] for key in _MOVED}
+        for tier, did in record.get("tiers", {}).items():
+            moved |= {f"{tier}_in": did["bytes_in"], f"{tier}_out": did["bytes_out"]}
+        facts["gb_per_s"] = {name: round(nbytes / record["step_time_s"] / 1e9, 3) for name, nbytes in moved.items()}
     return facts
 
 
@@ -165,11 +166,16 @@ def render_status(status: Mapping[str, Any]) -> RenderableType:
         )  # fmt: skip
     tiers = Table("tier", "most MiB so far (plan)", "GB/s of the last step", box=SIMPLE_HEAD)
     speed = status.get("gb_per_s", {})
+
+    def in_and_out(tier: Tier) -> str:
+        return f"{speed.get(f'{tier}_in', 0):.2f} in, {speed.get(f'{tier}_out', 0):.2f} out"
+
     rates = {
         "object_store": f"{speed.get('object_store_put', 0):.2f} put",
         "nvme": f"{speed.get('nvme_read', 0):.2f} read, {speed.get('nvme_write', 0):.2f} written",
+        **{str(tier): in_and_out(tier) for tier in (Tier.OPTIMIZER, Tier.WORKER)},
     }
-    for name in ("nvme", "object_store", "device", "driver"):
+    for name in ("nvme", "object_store", str(Tier.OPTIMIZER), str(Tier.WORKER), "device", "driver"):
         measured, planned = status["peak_bytes"].get(name), status["planned_bytes"].get(name)
         if measured or planned:
             tiers.add_row(name, _against_plan(measured, planned), rates.get(name, "-"))
