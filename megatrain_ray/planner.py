@@ -439,7 +439,13 @@ class _Planner:
         return step["total_ram"] <= self._limits["total_ram"]
 
     def _device_bytes(self, choice: _Choice) -> int | None:
-        return self._memory.worker(self._shape(choice), offload_inputs=choice.offload_inputs)[1]
+        if self._on_cpu:
+            return None
+        shape = self._shape(choice)
+        return max(
+            self._memory.worker(shape, offload_inputs=choice.offload_inputs, evaluating=evaluating)[1] or 0
+            for evaluating in (False, True)
+        )
 
     def _fits_device(self, choice: _Choice) -> bool:
         device = self._device_bytes(choice)
@@ -500,7 +506,17 @@ class _Planner:
 
     def _scaled(self, divisor: int, micro_batches: int) -> _Planner:
         """The same with fewer tokens in a micro-batch: weights' gradients and a chunk of logits stay what they are."""
-        cost, itemsize = self.workload.cost, ITEMSIZE[self.compute_dtype]
+        evaluation = self.workload.evaluation
+        workload = replace(
+            self.workload,
+            cost=self._scaled_cost(self.workload.cost, divisor),
+            micro_batches=micro_batches,
+            evaluation=None if evaluation is None else self._scaled_cost(evaluation, divisor),
+        )
+        return replace(self, workload=workload, seen={})
+
+    def _scaled_cost(self, cost: StepCost, divisor: int) -> StepCost:
+        itemsize = ITEMSIZE[self.compute_dtype]
         layers = []
         for spec, layer in zip(self.layers, cost.layers, strict=True):
             fixed = max((tensor.numel * itemsize for tensor in spec.tensors), default=0)
@@ -511,9 +527,7 @@ class _Planner:
                 layer, forward_bytes=min(layer.forward_bytes // divisor, scaled),
                 graph_bytes=layer.graph_bytes // divisor, backward_bytes=scaled,
             ))  # fmt: skip
-        smaller = StepCost(tuple(layers), cost.hidden_bytes // divisor, cost.prologue_bytes // divisor)
-        workload = replace(self.workload, cost=smaller, micro_batches=micro_batches)
-        return replace(self, workload=workload, seen={})
+        return StepCost(tuple(layers), cost.hidden_bytes // divisor, cost.prologue_bytes // divisor)
 
     def _check(self, choice: _Choice) -> None:
         """Limits other than host memory."""

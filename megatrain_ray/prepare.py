@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -116,7 +117,9 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None, step: i
     machine = replace(machine, disk_free_bytes=machine.disk_free_bytes + run.stored_bytes())
     complete = [found for found in list_checkpoints(run.path) if found.problem is None]
     progress = Progress(step, data.total_steps, len(complete))
-    plan = _plan(config, recipe, model, dtype, data.max_row_tokens, machine, progress)
+    rows = config.training.per_device_train_batch_size
+    evaluated = None if evaluation is None else (min(rows, len(evaluation)), int(evaluation.lengths().max()))
+    plan = _plan(config, recipe, model, dtype, (rows, data.max_row_tokens), evaluated, machine, progress)
     save_spec = describe_saving(
         model,
         str(directory),
@@ -173,7 +176,9 @@ def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerS
         machine = replace(machine, device_memory_bytes=None)
     device = "cpu" if machine.device_memory_bytes is None else "cuda:0"
     dtype = _compute_dtype(config, model_config, device)
-    return _plan(config, recipe, model, dtype, config.data.max_length, machine, NEW_RUN), model.layers
+    batch = (config.training.per_device_train_batch_size, config.data.max_length)
+    evaluated = None if config.data.eval_path is None else batch
+    return _plan(config, recipe, model, dtype, batch, evaluated, machine, NEW_RUN), model.layers
 
 
 def _checked_model(config: Config) -> tuple[Path, Any, ModelRecipe, StreamModel]:
@@ -199,21 +204,31 @@ def _plan(
     recipe: ModelRecipe,
     model: StreamModel,
     dtype: str,
-    row_tokens: int,
+    batch: tuple[int, int],
+    evaluated: tuple[int, int] | None,
     machine: Machine,
     progress: Progress,
 ) -> Plan:
-    training = config.training
-    rows = training.per_device_train_batch_size
+    """The plan for micro-batches and batches of held-out data of these shapes: rows, and tokens in each."""
     chunk_tokens = loss_chunk_tokens(config, model.vocab_size)
-    cost = measure_cost(
-        model,
-        recipe.build_first,
-        dtype,
-        rows=rows,
-        row_tokens=row_tokens,
-        chunk_tokens=chunk_tokens,
-        on_cpu=machine.device_memory_bytes is None,
+    costs = {
+        shape: measure_cost(
+            model,
+            recipe.build_first,
+            dtype,
+            rows=shape[0],
+            row_tokens=shape[1],
+            chunk_tokens=chunk_tokens,
+            on_cpu=machine.device_memory_bytes is None,
+        )
+        for shape in {batch, evaluated or batch}
+    }
+    workload = Workload(
+        tokens=math.prod(batch),
+        micro_batches=config.training.gradient_accumulation_steps,
+        cost=costs[batch],
+        driver_bytes=private_bytes(),
+        evaluation=None if evaluated is None else costs[evaluated],
     )
     return make_plan(
         config,
@@ -221,7 +236,7 @@ def _plan(
         model.head_reads,
         compute_dtype=dtype,
         chunk_tokens=chunk_tokens,
-        workload=Workload(rows * row_tokens, training.gradient_accumulation_steps, cost, private_bytes()),
+        workload=workload,
         machine=machine,
         progress=progress,
     )

@@ -81,6 +81,7 @@ def plan(
     micro_batches: int = 2,
     depth: int = DEPTH,
     progress: Progress = NEW_RUN,
+    evaluation: StepCost | None = None,
     **changes: Any,
 ) -> Plan:
     """A plan of the stream; keyword arguments as those of `configuration`."""
@@ -92,7 +93,7 @@ def plan(
         (depth + 1,),
         compute_dtype=dtype,
         chunk_tokens=64,
-        workload=Workload(8 * 1024, micro_batches, cost, 300 * MIB),
+        workload=Workload(8 * 1024, micro_batches, cost, 300 * MIB, evaluation),
         machine=machine,
         progress=progress,
     )
@@ -228,6 +229,33 @@ def test_device_memory_and_where_layer_inputs_wait() -> None:
     assert tight.peak_bytes["gpu_worker"] == roomy.peak_bytes["gpu_worker"] + DEPTH * 2 * HIDDEN
     with pytest.raises(PlanError, match=r"the device needs .* and has .*: lower training"):
         plan(gpu(tight.peak_bytes["device"] - MIB), dtype="bfloat16")
+
+
+LONG = dataclasses.replace(
+    COST,
+    layers=(*COST.layers[:-1], LayerCost(9 * GIB, 0, 99 * GIB, 10**9, 10**9)),
+    hidden_bytes=GIB,
+)
+"""Of long held-out rows; gradients that nobody takes would be larger still."""
+
+
+def test_held_out_rows_may_be_longer_than_those_of_a_step() -> None:
+    without, like_a_step, long = plan(), plan(evaluation=COST), plan(evaluation=LONG)
+    assert "evaluation" not in without.phases
+    assert like_a_step.peak_bytes == without.peak_bytes
+    evaluating = 9 * GIB + 2 * GIB + 2 * MIB
+    assert long.peak_bytes["gpu_worker"] == tier_memory.WORKER_BYTES + evaluating
+    assert long.phases["evaluation"]["gpu_worker"] == long.peak_bytes["gpu_worker"]
+    assert {name: long.phases[name] for name in without.phases} == without.phases
+    assert long.peak_bytes["total_ram"] > without.peak_bytes["total_ram"] + 9 * GIB
+    bytes_of = tier_memory.value_bytes(stream(), "float32", long.shape.part_numel)
+    forward_only = build_step(long.shape, pending=False, train=False).peak_bytes(bytes_of)
+    assert forward_only <= long.phases["evaluation"]["object_store"] <= long.peak_bytes["object_store"]
+    with pytest.raises(PlanError, match=r"lower training\.per_device_train_batch_size from 8 to 4"):
+        plan(with_ram(10 * GIB), evaluation=LONG)
+    slots = 2 * (2 * LAYER + EMBED + HEAD)
+    on_device = plan(gpu(80 * GIB), dtype="bfloat16", evaluation=LONG).peak_bytes["device"]
+    assert on_device == tier_memory.CUDA_BYTES + slots + evaluating
 
 
 def test_the_last_layers_keep_their_graph_when_memory_allows_and_it_helps() -> None:
