@@ -84,6 +84,7 @@ class Machine:
         host_memory_source: Where that number comes from, for messages.
         shared_memory_bytes: Free bytes of /dev/shm, where Ray keeps its object store.
         disk_free_bytes: Free bytes where the store will be.
+        output_free_bytes: Free bytes where checkpoints go; None: on the store's disk.
         cores: Processors that this process may run on.
         device_memory_bytes: Of the GPU; None for the CPU, whose memory is the host's.
         speeds: Measured, described or assumed.
@@ -98,6 +99,7 @@ class Machine:
     device_memory_bytes: int | None
     speeds: Speeds = Speeds()
     drive_endurance_bytes: int | None = None
+    output_free_bytes: int | None = None
 
 
 def _short(value: float) -> str:
@@ -130,11 +132,12 @@ def openmp_environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def probe(store_dir: Path, device: str, speeds: Speeds | None = None) -> Machine:
+def probe(store_dir: Path, output_dir: Path, device: str, speeds: Speeds | None = None) -> Machine:
     """Reads the limits of this machine.
 
     Args:
         store_dir: Where the store will be; it need not exist.
+        output_dir: Where checkpoints go; the same.
         device: ``cpu`` or ``cuda:N``.
         speeds: Of this machine, where they are known.
     """
@@ -147,12 +150,14 @@ def probe(store_dir: Path, device: str, speeds: Speeds | None = None) -> Machine
         import torch
 
         device_memory = torch.cuda.mem_get_info(device)[0]
+    disk, output = existing_parent(store_dir), existing_parent(output_dir)
     return Machine(
         host_memory_bytes=available,
         host_memory_source=source,
         shared_memory_bytes=shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
-        disk_free_bytes=shutil.disk_usage(existing_parent(store_dir)).free,
+        disk_free_bytes=shutil.disk_usage(disk).free,
         cores=len(os.sched_getaffinity(0)),
         device_memory_bytes=device_memory,
         speeds=speeds or Speeds(),
+        output_free_bytes=None if disk.stat().st_dev == output.stat().st_dev else shutil.disk_usage(output).free,
     )

@@ -21,7 +21,7 @@ from megatrain_ray.schedule import StepShape, build_step
 from megatrain_ray.tier_memory import MIB, TierMemory, Workload
 from megatrain_ray.timing import StepCost, StepTime, Timing, nvme_bytes
 
-__all__ = ["Plan", "loss_chunk_tokens", "make_plan"]
+__all__ = ["NEW_RUN", "Plan", "Progress", "loss_chunk_tokens", "make_plan"]
 
 LOGITS_BYTES = 256 * MIB
 """What the logits of one chunk may take, their gradient and copies included."""
@@ -34,6 +34,24 @@ MINIMUM_STORE_BYTES = 80 * MIB
 
 WORTH = 0.98
 """More memory is used only where it makes the step at least 2% shorter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: That it continues from.
+        total_steps: Of the run; None: ``training.max_steps``.
+        checkpoints: Complete ones that it has.
+    """
+
+    step: int = 0
+    total_steps: int | None = None
+    checkpoints: int = 0
+
+
+NEW_RUN = Progress()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +69,12 @@ class Plan:
         phases: Predicted peak bytes by phase and tier; ``export`` is `save_pretrained` of a live run.
         peak_bytes: Predicted, by tier, over import, step and save. ``total_ram`` adds up what is in host memory;
             ``device`` is absent on the CPU, ``nvme`` is the store.
-        limits: What each of ``total_ram``, ``object_store``, ``device`` and ``disk`` may be at most.
+        limits: What each of ``total_ram``, ``object_store``, ``device`` and ``disk`` may be at most, and
+            ``output_disk`` where checkpoints go to another disk than the store.
         store_bytes: Files of the store.
         checkpoint_bytes: One checkpoint.
-        disk_bytes: Store, the checkpoints that are kept, and the one being written.
+        checkpoints: That take new space: those that are kept and are not there yet, and the one being written.
+        disk_bytes: Store and these checkpoints.
         tokens: Of a step, padding included.
         time: Predicted step.
         speeds: Where the figures behind ``time`` come from.
@@ -75,6 +95,7 @@ class Plan:
     limits: dict[str, int]
     store_bytes: int
     checkpoint_bytes: int
+    checkpoints: int
     disk_bytes: int
     tokens: int
     time: StepTime | None = None
@@ -127,6 +148,7 @@ def make_plan(
     chunk_tokens: int,
     workload: Workload,
     machine: Machine,
+    progress: Progress = NEW_RUN,
 ) -> Plan:
     """Places everything.
 
@@ -138,11 +160,12 @@ def make_plan(
         chunk_tokens: See `loss_chunk_tokens`.
         workload: Of a step.
         machine: That it runs on.
+        progress: Of the run.
 
     Raises:
         PlanError: It does not fit; the message says what is needed, what there is, and the smallest change that helps.
     """
-    return _Planner(config, layers, head_reads, compute_dtype, chunk_tokens, workload, machine).run()
+    return _Planner(config, layers, head_reads, compute_dtype, chunk_tokens, workload, machine, progress).run()
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +189,7 @@ class _Planner:
     chunk_tokens: int
     workload: Workload
     machine: Machine
+    progress: Progress
     seen: dict[_Choice, Plan] = field(default_factory=dict)
     stores: dict[StepShape, dict[str, int]] = field(default_factory=dict)
 
@@ -308,7 +332,7 @@ class _Planner:
         store_bytes = self._memory.store_files(shape)
         peak["nvme"] = store_bytes
         checkpoint_bytes = len(STATE) * 4 * sum(spec.num_parameters for spec in self.layers)
-        checkpoints = self._most_checkpoints
+        checkpoints = self._new_checkpoints(self.config.training.save_total_limit or 1)
         wanted = self.config.tiers.object_store_memory
         needed = peak["object_store"]
         cores = self.machine.cores
@@ -329,18 +353,28 @@ class _Planner:
             limits=self._limits,
             store_bytes=store_bytes,
             checkpoint_bytes=checkpoint_bytes,
+            checkpoints=checkpoints,
             disk_bytes=store_bytes + checkpoints * checkpoint_bytes,
             tokens=self.workload.tokens * self.workload.micro_batches,
         )
 
-    @property
-    def _most_checkpoints(self) -> int:
-        """Those that are kept and the one being written; a short run writes no more than it has saves."""
-        training = self.config.training
-        kept = (training.save_total_limit or 1) + 1
-        if not training.save_steps:
+    def _new_checkpoints(self, keep: int) -> int:
+        """Most at once beyond those there already, the one being written included, when ``keep`` are kept."""
+        step, every, total = self.progress.step, self.config.training.save_steps, self._total_steps
+        if self._is_complete:
+            return 0
+        if not every:  # one after the last step
             return 1
-        return min(kept, -(-training.max_steps // training.save_steps)) if training.max_steps else kept
+        most = max(keep + 1 - self.progress.checkpoints, 1)
+        return most if total is None else min(most, -(-total // every) - step // every)
+
+    @property
+    def _total_steps(self) -> int | None:
+        return self.progress.total_steps or self.config.training.max_steps
+
+    @property
+    def _is_complete(self) -> bool:
+        return self._total_steps is not None and self.progress.step >= self._total_steps
 
     @property
     def _on_cpu(self) -> bool:
@@ -389,6 +423,8 @@ class _Planner:
         limits = {"total_ram": ram, "object_store": machine.shared_memory_bytes, "disk": machine.disk_free_bytes}
         if machine.device_memory_bytes is not None:
             limits["device"] = machine.device_memory_bytes if tiers.device_memory == "auto" else tiers.device_memory
+        if machine.output_free_bytes is not None:
+            limits["output_disk"] = machine.output_free_bytes
         return limits
 
     def _fits_ram(self, choice: _Choice) -> bool:
@@ -403,7 +439,13 @@ class _Planner:
         return step["total_ram"] <= self._limits["total_ram"]
 
     def _device_bytes(self, choice: _Choice) -> int | None:
-        return self._memory.worker(self._shape(choice), offload_inputs=choice.offload_inputs)[1]
+        if self._on_cpu:
+            return None
+        shape = self._shape(choice)
+        return max(
+            self._memory.worker(shape, offload_inputs=choice.offload_inputs, evaluating=evaluating)[1] or 0
+            for evaluating in (False, True)
+        )
 
     def _fits_device(self, choice: _Choice) -> bool:
         device = self._device_bytes(choice)
@@ -464,7 +506,17 @@ class _Planner:
 
     def _scaled(self, divisor: int, micro_batches: int) -> _Planner:
         """The same with fewer tokens in a micro-batch: weights' gradients and a chunk of logits stay what they are."""
-        cost, itemsize = self.workload.cost, ITEMSIZE[self.compute_dtype]
+        evaluation = self.workload.evaluation
+        workload = replace(
+            self.workload,
+            cost=self._scaled_cost(self.workload.cost, divisor),
+            micro_batches=micro_batches,
+            evaluation=None if evaluation is None else self._scaled_cost(evaluation, divisor),
+        )
+        return replace(self, workload=workload, seen={})
+
+    def _scaled_cost(self, cost: StepCost, divisor: int) -> StepCost:
+        itemsize = ITEMSIZE[self.compute_dtype]
         layers = []
         for spec, layer in zip(self.layers, cost.layers, strict=True):
             fixed = max((tensor.numel * itemsize for tensor in spec.tensors), default=0)
@@ -475,9 +527,7 @@ class _Planner:
                 layer, forward_bytes=min(layer.forward_bytes // divisor, scaled),
                 graph_bytes=layer.graph_bytes // divisor, backward_bytes=scaled,
             ))  # fmt: skip
-        smaller = StepCost(tuple(layers), cost.hidden_bytes // divisor, cost.prologue_bytes // divisor)
-        workload = replace(self.workload, cost=smaller, micro_batches=micro_batches)
-        return replace(self, workload=workload, seen={})
+        return StepCost(tuple(layers), cost.hidden_bytes // divisor, cost.prologue_bytes // divisor)
 
     def _check(self, choice: _Choice) -> None:
         """Limits other than host memory."""
@@ -494,25 +544,43 @@ class _Planner:
                 f"{_size(self._limits['object_store'])}: enlarge it (docker run --shm-size, mount -o remount,size=), "
                 "or set tiers.placement: nvme"
             )
-        if plan.disk_bytes > self._limits["disk"]:
-            copies = self.config.training.save_total_limit or 1
-            without = plan.disk_bytes - (copies - 1) * plan.checkpoint_bytes
-            helps = (
-                f"set training.save_total_limit: 1, with which it needs {_size(without)}"
-                if copies > 1 and without <= self._limits["disk"]
-                else f"free {_size(plan.disk_bytes - self._limits['disk'])} there, or set tiers.nvme_dir or "
-                "training.output_dir to a larger disk"
-            )
-            raise PlanError(
-                f"no space on disk: the store needs {_size(plan.store_bytes)} and {copies + 1} checkpoints of "
-                f"{_size(plan.checkpoint_bytes)} (one of them being written), {_size(self._limits['disk'])} are free; "
-                f"{helps}"
-            )
+        if not self._is_complete:  # a run that is writes nothing
+            self._check_disk(plan)
         if not self._fits_device(choice):
             change = self._smaller(lambda planner: planner._fits_device(_Choice(offload_inputs=True)))
             raise PlanError(
                 f"the device needs {_size(plan.peak_bytes['device'])} and has {_size(self._limits['device'])}: {change}"
             )
+
+    def _check_disk(self, plan: Plan) -> None:
+        """Store and checkpoints add up where they share a disk."""
+        output_dir, limits = self.config.training.output_dir, self._limits
+        store_dir = self.config.tiers.nvme_dir or f"{output_dir}/store"
+        checkpoints = plan.disk_bytes - plan.store_bytes
+        fewer = self._new_checkpoints(keep=1) * plan.checkpoint_bytes
+        store = f"the store in {store_dir} needs {_size(plan.store_bytes)}"
+        writes = (
+            f"new checkpoints in {output_dir} need {_size(checkpoints)} ({plan.checkpoints} of "
+            f"{_size(plan.checkpoint_bytes)}, the one being written included)"
+        )
+        if "output_disk" in limits:
+            self._check_room(store, plan.store_bytes, plan.store_bytes, limits["disk"], "tiers.nvme_dir")
+            self._check_room(writes, checkpoints, fewer, limits["output_disk"], "training.output_dir")
+        else:
+            keys = "tiers.nvme_dir or training.output_dir"
+            least = plan.store_bytes + fewer
+            self._check_room(f"{store}, {writes}", plan.disk_bytes, least, limits["disk"], keys)
+
+    def _check_room(self, what: str, needed: int, least: int, free: int, keys: str) -> None:
+        """Raises unless it is there; ``least`` is needed when one checkpoint is kept."""
+        if needed <= free:
+            return
+        helps = (
+            f"set training.save_total_limit: 1, with which it takes {_size(least)}"
+            if least <= free
+            else f"free {_size(needed - free)} there, or set {keys} to a larger disk"
+        )
+        raise PlanError(f"no space on disk: {what}; {_size(free)} are free: {helps}")
 
 
 def _size(nbytes: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatrain_ray.checkpoint.directory import list_checkpoints
 from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.config import Config
 from megatrain_ray.data.chat import resolve_chat_template
@@ -25,7 +27,7 @@ from megatrain_ray.machine import Machine, probe
 from megatrain_ray.model import StreamModel
 from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.observe.trackers import check_trackers
-from megatrain_ray.planner import Plan, loss_chunk_tokens, make_plan
+from megatrain_ray.planner import NEW_RUN, Plan, Progress, loss_chunk_tokens, make_plan
 from megatrain_ray.run_directory import RunDirectory, output_path
 from megatrain_ray.shrink import shrink_config
 from megatrain_ray.skeleton import read_model_config
@@ -70,25 +72,26 @@ class Prepared:
         return self.model.layers
 
 
-def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None) -> Prepared:
+def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None, step: int = 0) -> Prepared:
     """Checks and decides.
 
     Args:
         config: Of the run.
         run: Its directory.
         checkpoint: To continue from.
+        step: Of the checkpoint.
 
     Raises:
         InvalidInput: Whatever would fail later.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        prepared = _prepare(config, run, checkpoint)
+        prepared = _prepare(config, run, checkpoint, step)
     shown = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
     return replace(prepared, notes=tuple(dict.fromkeys((*prepared.notes, *shown))))
 
 
-def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prepared:
+def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None, step: int) -> Prepared:
     # Loads transformers' converters, and through them torch.distributed: seconds that `plan_elsewhere` does not need.
     from megatrain_ray.checkpoint.describe import describe_saving
 
@@ -109,9 +112,14 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None) -> Prep
 
     data = build_training_data(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
     evaluation = build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
-    plan = _plan(
-        config, recipe, model, dtype, data.max_row_tokens, probe(run.store, device, known_speeds(run.store, device))
-    )
+    machine = probe(run.store, run.path, device, known_speeds(run.store, device))
+    # A run that starts removes its old store first.
+    machine = replace(machine, disk_free_bytes=machine.disk_free_bytes + run.stored_bytes())
+    complete = [found for found in list_checkpoints(run.path) if found.problem is None]
+    progress = Progress(step, data.total_steps, len(complete))
+    rows = config.training.per_device_train_batch_size
+    evaluated = None if evaluation is None else (min(rows, len(evaluation)), int(evaluation.lengths().max()))
+    plan = _plan(config, recipe, model, dtype, (rows, data.max_row_tokens), evaluated, machine, progress)
     save_spec = describe_saving(
         model,
         str(directory),
@@ -169,7 +177,9 @@ def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerS
         machine = replace(machine, device_memory_bytes=None)
     device = "cpu" if machine.device_memory_bytes is None else "cuda:0"
     dtype = _compute_dtype(config, model_config, device)
-    return _plan(config, recipe, model, dtype, config.data.max_length, machine), model.layers
+    batch = (config.training.per_device_train_batch_size, config.data.max_length)
+    evaluated = None if config.data.eval_path is None else batch
+    return _plan(config, recipe, model, dtype, batch, evaluated, machine, NEW_RUN), model.layers
 
 
 def _checked_model(config: Config) -> tuple[Path, Any, ModelRecipe, StreamModel]:
@@ -191,19 +201,35 @@ def _checked_model(config: Config) -> tuple[Path, Any, ModelRecipe, StreamModel]
 
 
 def _plan(
-    config: Config, recipe: ModelRecipe, model: StreamModel, dtype: str, row_tokens: int, machine: Machine
+    config: Config,
+    recipe: ModelRecipe,
+    model: StreamModel,
+    dtype: str,
+    batch: tuple[int, int],
+    evaluated: tuple[int, int] | None,
+    machine: Machine,
+    progress: Progress,
 ) -> Plan:
-    training = config.training
-    rows = training.per_device_train_batch_size
+    """The plan for micro-batches and batches of held-out data of these shapes: rows, and tokens in each."""
     chunk_tokens = loss_chunk_tokens(config, model.vocab_size)
-    cost = measure_cost(
-        model,
-        recipe.build_first,
-        dtype,
-        rows=rows,
-        row_tokens=row_tokens,
-        chunk_tokens=chunk_tokens,
-        on_cpu=machine.device_memory_bytes is None,
+    costs = {
+        shape: measure_cost(
+            model,
+            recipe.build_first,
+            dtype,
+            rows=shape[0],
+            row_tokens=shape[1],
+            chunk_tokens=chunk_tokens,
+            on_cpu=machine.device_memory_bytes is None,
+        )
+        for shape in {batch, evaluated or batch}
+    }
+    workload = Workload(
+        tokens=math.prod(batch),
+        micro_batches=config.training.gradient_accumulation_steps,
+        cost=costs[batch],
+        driver_bytes=private_bytes(),
+        evaluation=None if evaluated is None else costs[evaluated],
     )
     return make_plan(
         config,
@@ -211,8 +237,9 @@ def _plan(
         model.head_reads,
         compute_dtype=dtype,
         chunk_tokens=chunk_tokens,
-        workload=Workload(rows * row_tokens, training.gradient_accumulation_steps, cost, private_bytes()),
+        workload=workload,
         machine=machine,
+        progress=progress,
     )
 
 

@@ -126,7 +126,7 @@ class RunDirectory:
     def stored_bytes(self) -> int:
         """Bytes of the store's layers now."""
         total = 0
-        for path in self.store.glob("*.safetensors"):
+        for path in filter(lambda path: is_store_file(path.name), self.store.glob("*.safetensors")):
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
                 total += path.stat().st_size
         return total

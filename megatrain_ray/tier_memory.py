@@ -55,12 +55,14 @@ class Workload:
         micro_batches: In one step.
         cost: Of one micro-batch, in each layer.
         driver_bytes: Private memory of the driver before Ray starts: libraries, tokens, tokenizer.
+        evaluation: Of a batch of held-out data, of which only forward counts; None where there is none.
     """
 
     tokens: int
     micro_batches: int
     cost: StepCost
     driver_bytes: int
+    evaluation: StepCost | None = None
 
 
 def value_bytes(layers: tuple[LayerSpec, ...], compute_dtype: str, part_numel: int) -> Callable[[Value], int]:
@@ -104,7 +106,10 @@ class TierMemory:
             stores: What the object store needs in each phase, see `object_store`.
             offload_inputs: Layer inputs wait for backward in host memory.
         """
-        computing, _ = self.worker(shape, offload_inputs=offload_inputs)
+        computing, evaluating = (
+            self.worker(shape, offload_inputs=offload_inputs, evaluating=each)[0] for each in (False, True)
+        )
+        workers = {"import": WORKER_BYTES + self._import_bytes(), "evaluation": evaluating}
         phases, object_store = {}, 0
         for name, needed in stores.items():
             importing = name == "import"
@@ -113,7 +118,7 @@ class TierMemory:
                 "driver": self.workload.driver_bytes + RAY_CLIENT_BYTES,
                 "nvme_store": STORE_BYTES + self._staging if importing else self._store(shape),
                 "cpu_optimizer": self._optimizer(shape, updates=not importing),
-                "gpu_worker": WORKER_BYTES + self._import_bytes() if importing else computing,
+                "gpu_worker": workers.get(name, computing),
                 "object_store": object_store,
                 "ray": RAY_BYTES + (DASHBOARD_BYTES if self.config.ray.dashboard else 0),
             }
@@ -130,7 +135,10 @@ class TierMemory:
         )
         step = build_step(shape, pending=shape.deferred, save=self._saves_in_steps).peak_bytes(bytes_of, carried)
         flush = build_flush(shape, pending=shape.deferred, save=True).peak_bytes(bytes_of, carried)
-        peaks = {"import": self._import_peak, "step": step, "save": flush}
+        peaks = {"import": self._import_peak, "step": step}
+        if self.workload.evaluation is not None:
+            peaks["evaluation"] = build_step(shape, pending=False, train=False).peak_bytes(bytes_of)
+        peaks["save"] = flush
         return {phase: peak + FREED_BYTES for phase, peak in peaks.items()}
 
     def certain(self, shape: StepShape) -> int:
@@ -183,10 +191,27 @@ class TierMemory:
             buffers += self._largest(layer for layer in shape.paged if len(shape.parts(layer)) > 1)
         return OPTIMIZER_BYTES + arena + (buffers if updates else 0)
 
-    def worker(self, shape: StepShape, *, offload_inputs: bool) -> tuple[int, int | None]:
-        """(host bytes, device bytes or None where the device is the host)."""
+    def worker(self, shape: StepShape, *, offload_inputs: bool, evaluating: bool = False) -> tuple[int, int | None]:
+        """(host bytes, device bytes or None where the device is the host), in a step or in an evaluation."""
+        kept = range(0) if evaluating else self._kept(shape)
+        work, inputs, arriving = (self._evaluation_bytes, 0, 0) if evaluating else self._step_bytes(shape)
+        if self.on_cpu:
+            return WORKER_BYTES + inputs + work, None
+        itemsize = ITEMSIZE[self.compute_dtype]
+        ends = sum(self.layers[index].numel for index in (shape.embed, shape.head))
+        decoder = self._largest(range(1, shape.head)) // 4
+        slots = itemsize * (decoder * (max(shape.prefetch_depth, 1) + 1 + len(kept)) + ends)
+        # One gradient leaves while the one before is taken.
+        leaving = sorted(self.layers[index].section_bytes("float32") for index in range(len(self.layers)))[-2:]
+        staging = PINNED_BYTES + sum(leaving)
+        on_device = arriving if offload_inputs else inputs
+        host = WORKER_BYTES + CUDA_BYTES + staging + (inputs if offload_inputs else 0)
+        return host, CUDA_BYTES + slots + work + on_device
+
+    def _step_bytes(self, shape: StepShape) -> tuple[int, int, int]:
+        """What the worker computes with, layer inputs that wait for backward, and those of them on their way back."""
         cost, micro_batches = self.workload.cost, self.workload.micro_batches
-        allocated = heap_bytes if self.on_cpu else int
+        allocated = self._allocated
         hidden = allocated(cost.hidden_bytes) * micro_batches
         kept = self._kept(shape)
         inputs = cost.hidden_bytes * micro_batches * (len(self.layers) - 2 - len(kept))  # memory of their own
@@ -199,18 +224,23 @@ class TierMemory:
         working = max(max(layer.forward_bytes, layer.backward_bytes) for layer in cost.layers)
         # What left the last layer, and the gradient that goes back.
         work = sums + graphs + working + 2 * hidden + cost.prologue_bytes * micro_batches
-        if self.on_cpu:
-            return WORKER_BYTES + inputs + work, None
-        itemsize = ITEMSIZE[self.compute_dtype]
-        ends = sum(self.layers[index].numel for index in (shape.embed, shape.head))
-        decoder = self._largest(range(1, shape.head)) // 4
-        slots = itemsize * (decoder * (max(shape.prefetch_depth, 1) + 1 + len(kept)) + ends)
-        # One gradient leaves while the one before is taken.
-        leaving = sorted(self.layers[index].section_bytes("float32") for index in range(len(self.layers)))[-2:]
-        staging = PINNED_BYTES + sum(leaving)
-        on_device = 2 * hidden if offload_inputs else inputs
-        host = WORKER_BYTES + CUDA_BYTES + staging + (inputs if offload_inputs else 0)
-        return host, CUDA_BYTES + slots + work + on_device
+        return work, inputs, 2 * hidden
+
+    @cached_property
+    def _evaluation_bytes(self) -> int:
+        """Forward of one batch: nothing waits for a backward but what entered the first layer."""
+        cost = self.workload.evaluation
+        if cost is None:
+            return 0
+        # The C library's heap keeps what attention has freed when the MLP's buffers come: nearly what a graph keeps.
+        kept = max(layer.graph_bytes for layer in cost.layers) if self.on_cpu else 0
+        working = max(kept, *(layer.forward_bytes for layer in cost.layers))
+        return working + 2 * self._allocated(cost.hidden_bytes) + cost.prologue_bytes
+
+    @property
+    def _allocated(self) -> Callable[[int], int]:
+        """What a buffer of so many bytes takes."""
+        return heap_bytes if self.on_cpu else int
 
     def _import_bytes(self) -> int:
         """One layer as it is read, in fp32; a resumed run reads moments too."""

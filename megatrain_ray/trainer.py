@@ -106,7 +106,7 @@ class Trainer:
         self.run.claim(resume=resume, overwrite=overwrite)
         try:
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
-            self._prepared: Prepared = prepare(config, self.run, checkpoint)
+            self._prepared: Prepared = prepare(config, self.run, checkpoint, self.step)
             self._data = self._prepared.data
             self.total_steps = self._data.total_steps
             self._learning_rate = learning_rate_schedule(self.config.training, self.total_steps)

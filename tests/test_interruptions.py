@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
 from megatrain_ray.checkpoint.directory import find_problem
 from megatrain_ray.config import load_config, with_override
 from megatrain_ray.control import NotLiveError, ask
 from megatrain_ray.direct_io import ALIGNMENT
 from megatrain_ray.errors import TrainingError
+from megatrain_ray.prepare import prepare
 from megatrain_ray.run_directory import RunDirectory
 from megatrain_ray.trainer import Trainer
 from tests.commands import Command, run
@@ -284,6 +286,58 @@ def test_room_for_one_and_a_half_checkpoints(
     again = run("train", config_path, "--resume", "--set", target, cwd=tmp_path, prefix=disk.prefix)
     assert again.returncode == 0, again.err
     assert numbers(inside) == [first + 2]
+
+
+def test_a_resumed_run_needs_no_room_for_what_it_has(
+    small_disk: Callable[[dict[Path, int]], SmallDisk], make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """On a disk with room for the store and three checkpoints, two of them kept."""
+    LlamaConfig(
+        hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=2, vocab_size=4000,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path / "model")  # fmt: skip
+    output = tmp_path / "small"
+    output.mkdir()
+    config = make_config(
+        tmp_path / "model",
+        model__init="random",
+        training__output_dir=str(output / "run"),
+        training__save_steps=1,
+        training__max_steps=3,
+        tiers__placement="nvme",
+    )
+    plan = prepare(config, RunDirectory(output / "run")).plan
+    # Records, logs and headers of files need room too; a resumed run must not ask for two checkpoints more.
+    disk = small_disk({output: plan.disk_bytes + plan.checkpoint_bytes})
+    config_path = write_config(tmp_path, config)
+    longer = ("--resume", "--set", "training.max_steps=4")
+    for options in ((), longer):
+        command = run("train", config_path, *options, cwd=tmp_path, prefix=disk.prefix)
+        assert command.returncode == 0, command.err
+    assert numbers(disk.path(output) / "run") == [3, 4]
+    disk.fill(output, leave=1 << 16)
+    again = run("train", config_path, *longer, cwd=tmp_path, prefix=disk.prefix)
+    assert again.returncode == 0, again.err
+    assert "already complete" in again.err
+
+
+def test_store_and_checkpoints_are_checked_against_their_own_disks(
+    small_disk: Callable[[dict[Path, int]], SmallDisk], model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    small = tmp_path / "small"
+    small.mkdir()
+    disk = small_disk({small: 64 << 10})
+    for key in ("training.output_dir", "tiers.nvme_dir"):
+        dirs = {"training__output_dir": str(tmp_path / "run"), "tiers__nvme_dir": str(tmp_path / "store")}
+        config = make_config(
+            model_dir("llama"), **{**dirs, key.replace(".", "__"): str(small / "here")}, tiers__placement="nvme"
+        )
+        command = run("train", write_config(tmp_path, config), cwd=tmp_path, prefix=disk.prefix, deadline_s=60)
+        assert command.returncode == 2, command.err
+        assert re.search(
+            rf"no space on disk: .* in {small}/here needs? .*; 0.1 MiB are free: .*set {key} to", command.last_line
+        )
+        assert not (small / "here").exists()
 
 
 def test_a_small_shared_memory_is_refused_with_what_is_needed(

@@ -16,7 +16,7 @@ from megatrain_ray.errors import ConfigError, MegatrainError, PlanError
 from megatrain_ray.layout import LayerSpec, pack_layer
 from megatrain_ray.machine import Machine, Speeds
 from megatrain_ray.machine_file import load_machine
-from megatrain_ray.planner import Plan, make_plan
+from megatrain_ray.planner import NEW_RUN, Plan, Progress, make_plan
 from megatrain_ray.schedule import Op, StepShape, build_step
 from megatrain_ray.speeds import measure_speeds
 from megatrain_ray.tier_memory import MIB, TierMemory, Workload
@@ -75,7 +75,14 @@ def configuration(micro_batches: int = 2, **changes: Any) -> Config:
 
 
 def plan(
-    machine: Machine = MACHINE, *, dtype: str = "float32", micro_batches: int = 2, depth: int = DEPTH, **changes: Any
+    machine: Machine = MACHINE,
+    *,
+    dtype: str = "float32",
+    micro_batches: int = 2,
+    depth: int = DEPTH,
+    progress: Progress = NEW_RUN,
+    evaluation: StepCost | None = None,
+    **changes: Any,
 ) -> Plan:
     """A plan of the stream; keyword arguments as those of `configuration`."""
     first, decoder, *_, last = COST.layers
@@ -86,8 +93,9 @@ def plan(
         (depth + 1,),
         compute_dtype=dtype,
         chunk_tokens=64,
-        workload=Workload(8 * 1024, micro_batches, cost, 300 * MIB),
+        workload=Workload(8 * 1024, micro_batches, cost, 300 * MIB, evaluation),
         machine=machine,
+        progress=progress,
     )
 
 
@@ -160,6 +168,50 @@ def test_what_does_not_fit_is_refused_with_the_numbers_and_the_smallest_change()
         plan(dataclasses.replace(MACHINE, shared_memory_bytes=64 * MIB))
 
 
+def disks(free: int, output_free: int | None = None) -> Machine:
+    return dataclasses.replace(MACHINE, disk_free_bytes=free, output_free_bytes=output_free)
+
+
+@pytest.mark.parametrize(
+    ("progress", "new"),
+    [
+        (Progress(), 3),
+        (Progress(50, 1000, 1), 2),
+        (Progress(500, 1000, 2), 1),
+        (Progress(500, 1000, 5), 1),  # fewer are kept now: the others go after the next one
+        (Progress(30, 100, 1), 2),
+        (Progress(50, 100, 1), 1),
+        (Progress(0, 40), 1),
+        (Progress(100, 100, 2), 0),
+    ],
+)
+def test_checkpoints_that_are_there_take_no_space_again(progress: Progress, new: int) -> None:
+    checkpoint = 12 * TOTAL
+    made = plan(progress=progress, training__save_steps=50, training__save_total_limit=2)
+    needed = made.store_bytes + new * checkpoint
+    assert made.disk_bytes == needed
+    plan(disks(needed), progress=progress, training__save_steps=50)
+    if new:
+        with pytest.raises(PlanError, match="no space on disk"):
+            plan(disks(needed - 1), progress=progress, training__save_steps=50)
+    else:
+        plan(disks(0), progress=progress, training__save_steps=50)
+
+
+def test_store_and_checkpoints_on_disks_of_their_own() -> None:
+    made = plan()
+    checkpoints = made.disk_bytes - made.store_bytes
+    both = plan(disks(made.store_bytes, checkpoints))
+    assert (both.limits["disk"], both.limits["output_disk"]) == (made.store_bytes, checkpoints)
+    keys = {"tiers__nvme_dir": "/small/store", "training__output_dir": "/large/run", "training__save_total_limit": 1}
+    with pytest.raises(PlanError, match=r"the store in /small/store needs .*set tiers\.nvme_dir to a larger disk"):
+        plan(disks(made.store_bytes - 1, 100 * GIB), **keys)
+    with pytest.raises(PlanError, match=r"checkpoints in /large/run need .*\(2 of .*set training\.output_dir to a"):
+        plan(disks(100 * GIB, 2 * made.checkpoint_bytes - 1), **keys)
+    with pytest.raises(PlanError, match=r"set training\.save_total_limit: 1, with which it takes 0\.63 GiB"):
+        plan(disks(100 * GIB, checkpoints - 1))
+
+
 def gpu(nbytes: int) -> Machine:
     return dataclasses.replace(MACHINE, device_memory_bytes=nbytes, speeds=Speeds(link_bytes_per_s=20e9))
 
@@ -177,6 +229,33 @@ def test_device_memory_and_where_layer_inputs_wait() -> None:
     assert tight.peak_bytes["gpu_worker"] == roomy.peak_bytes["gpu_worker"] + DEPTH * 2 * HIDDEN
     with pytest.raises(PlanError, match=r"the device needs .* and has .*: lower training"):
         plan(gpu(tight.peak_bytes["device"] - MIB), dtype="bfloat16")
+
+
+LONG = dataclasses.replace(
+    COST,
+    layers=(*COST.layers[:-1], LayerCost(9 * GIB, 0, 99 * GIB, 10**9, 10**9)),
+    hidden_bytes=GIB,
+)
+"""Of long held-out rows; gradients that nobody takes would be larger still."""
+
+
+def test_held_out_rows_may_be_longer_than_those_of_a_step() -> None:
+    without, like_a_step, long = plan(), plan(evaluation=COST), plan(evaluation=LONG)
+    assert "evaluation" not in without.phases
+    assert like_a_step.peak_bytes == without.peak_bytes
+    evaluating = 9 * GIB + 2 * GIB + 2 * MIB
+    assert long.peak_bytes["gpu_worker"] == tier_memory.WORKER_BYTES + evaluating
+    assert long.phases["evaluation"]["gpu_worker"] == long.peak_bytes["gpu_worker"]
+    assert {name: long.phases[name] for name in without.phases} == without.phases
+    assert long.peak_bytes["total_ram"] > without.peak_bytes["total_ram"] + 9 * GIB
+    bytes_of = tier_memory.value_bytes(stream(), "float32", long.shape.part_numel)
+    forward_only = build_step(long.shape, pending=False, train=False).peak_bytes(bytes_of)
+    assert forward_only <= long.phases["evaluation"]["object_store"] <= long.peak_bytes["object_store"]
+    with pytest.raises(PlanError, match=r"lower training\.per_device_train_batch_size from 8 to 4"):
+        plan(with_ram(10 * GIB), evaluation=LONG)
+    slots = 2 * (2 * LAYER + EMBED + HEAD)
+    on_device = plan(gpu(80 * GIB), dtype="bfloat16", evaluation=LONG).peak_bytes["device"]
+    assert on_device == tier_memory.CUDA_BYTES + slots + evaluating
 
 
 def test_the_last_layers_keep_their_graph_when_memory_allows_and_it_helps() -> None:

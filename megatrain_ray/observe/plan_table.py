@@ -37,8 +37,13 @@ def print_plan(plan: Plan, layers: Sequence[LayerSpec], console: Console) -> Non
     if "device" in peak:
         table.add_row("device", size_text(peak["device"]), size_text(limits["device"]), _share(
             peak["device"], limits["device"]), style="bold")  # fmt: skip
-    parts = f"store {size_text(plan.store_bytes)}, a checkpoint {size_text(plan.checkpoint_bytes)}"
-    table.add_row("disk", size_text(plan.disk_bytes), size_text(limits["disk"]), parts, style="bold")
+    store, checkpoint = f"store {size_text(plan.store_bytes)}", f"a checkpoint {size_text(plan.checkpoint_bytes)}"
+    disks = {"disk": (plan.disk_bytes, f"{store}, {checkpoint}")}
+    if "output_disk" in limits:
+        disks = {"disk": (plan.store_bytes, "store"), "output disk": (plan.disk_bytes - plan.store_bytes, checkpoint)}
+    for disk, (needed, parts) in disks.items():
+        free = limits[disk.replace(" ", "_")]
+        table.add_row(disk, size_text(needed), size_text(free), parts, style="bold")
     console.print(table)
     for line in _decisions(plan):
         console.print(line, highlight=False, soft_wrap=True)
