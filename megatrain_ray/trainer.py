@@ -102,8 +102,11 @@ class Trainer:
         self._arena: int | None = None
         self._training = self._stop = False
         self._metrics: RunMetrics | None = None
-        self.run.claim(resume=resume, overwrite=overwrite)
+        debris = self.run.claim(resume=resume, overwrite=overwrite)
         try:
+            for path in debris if resume else ():
+                if path.suffix == ".partial":
+                    self.tell(f"{path.stem[1:]} was not complete when the run ended: ignored and removed")
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
             self._prepared: Prepared = prepare(config, self.run, checkpoint)
             self._data = self._prepared.data

@@ -216,7 +216,9 @@ def test_resume_equals_uninterrupted(model_dir: ModelDir, make_config: MakeConfi
     for path in (run / "store").iterdir():
         path.unlink()
     (run / "store").rmdir()
-    with Trainer(whole_config, resume=True) as trainer:
+    told: list[str] = []
+    with Trainer(whole_config, resume=True, tell=told.append) as trainer:
+        assert "checkpoint-6 was not complete when the run ended: ignored and removed" in told
         assert trainer.step == 3
         resumed = trace(trainer.steps())
         assert resumed == whole[3:]
