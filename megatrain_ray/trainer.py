@@ -20,8 +20,8 @@ from typing import Any
 from megatrain_ray.actors.cpu_optimizer import Hyper, arena_bytes
 from megatrain_ray.actors.gpu_worker import GradInfo
 from megatrain_ray.checkpoint.directory import newest_complete
-from megatrain_ray.checkpoint.resume import export, read_trainer_state
-from megatrain_ray.cluster import Cluster, TierSpec
+from megatrain_ray.checkpoint.resume import export, model_differences, read_trainer_state
+from megatrain_ray.cluster import MAX_ATTEMPTS, Cluster, TierSpec
 from megatrain_ray.config import Config, differences, with_override
 from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
@@ -117,6 +117,8 @@ class Trainer:
             if resume:
                 self.run.cut_after(self.step)
         except BaseException:
+            if checkpoint is not None and "model.name_or_path" not in changed:
+                self._check_model(checkpoint)
             self.run.release()
             raise
         for note in self._prepared.notes:
@@ -393,6 +395,17 @@ class Trainer:
         """Starts the actors and brings every layer to its tier."""
         if self._cluster is not None:
             return
+    def _check_model(self, checkpoint: Path) -> None:
+        """The same path may hold another model by now, of the same shapes."""
+        changed = model_differences(checkpoint, self._prepared.model, self._prepared.save_spec)
+        if changed:
+            path = self.config.model.name_or_path
+            listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, old, new in changed)
+            raise RunDirectoryError(
+                f"{checkpoint} was trained with another configuration of model.name_or_path {path}: {listed}. Restore "
+                f"its config.json, or say that the change is meant with --set model.name_or_path={path}"
+            )
+
         prepared, plan = self._prepared, self._prepared.plan
         self._trackers = Trackers(self.config, self.run.path, step=self.step)
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())

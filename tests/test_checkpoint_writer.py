@@ -34,7 +34,7 @@ from megatrain_ray.checkpoint.directory import (
     prune_checkpoints,
     remove_debris,
 )
-from megatrain_ray.checkpoint.resume import ResumeSource, export
+from megatrain_ray.checkpoint.resume import ResumeSource, export, model_differences
 from megatrain_ray.checkpoint.safetensors_file import SafetensorsWriter
 from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.checkpoint.source import open_source
@@ -306,6 +306,26 @@ def test_export_has_the_dtype_that_was_asked_for(family: str | None, dtype: str 
 
 def test_export_over_an_older_and_differently_sharded_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = (save(make_model_dir(tmp_path / f"model{seed}", seed=seed), tmp_path / f"run{seed}") for seed in (0, 1))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_that_means_another_model_is_noticed(family: str, tmp_path: Path) -> None:
+    """Its keys are named; how it is written is no difference."""
+    model_dir = make_model_dir(tmp_path / "model", family=family)
+    checkpoint = save(model_dir, tmp_path / "run", attn=attn_implementation(family))
+
+    def changed(**changes: Any) -> list[tuple[str, Any, Any]]:
+        content = json.loads((checkpoint / "config.json").read_text()) | changes
+        (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+        model = StreamModel.from_config_dir(str(model_dir), attn_implementation=attn_implementation(family))
+        open_source(str(model_dir), model)
+        return model_differences(checkpoint, model, describe_saving(model, str(model_dir)))
+
+    assert changed(transformers_version="0.1", dtype="float16", architectures=["Other"], use_cache=False) == []
+    written_out = AutoConfig.from_pretrained(checkpoint).to_dict()
+    assert changed(**written_out) == []
+    epsilon = next(key for key in written_out if key.endswith(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")))
+    assert changed(**{epsilon: 0.5}) == [(epsilon, written_out[epsilon], 0.5)]
+
+
     out = tmp_path / "out"
     for checkpoint, shard_numel in ((old, 10_000), (new, 10**9), (old, 50_000)):
         monkeypatch.setattr(writer, "EXPORT_SHARD_NUMEL", shard_numel)

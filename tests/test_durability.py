@@ -307,6 +307,24 @@ def test_a_non_finite_norm_never_reaches_the_masters(
         assert saved and all(int(path.name.split("-")[1]) <= len(taken) for path in saved)
     for file in (file for path in saved for file in path.glob("*.safetensors")):
         assert all(bool(values.isfinite().all()) for values in load_file(file).values()), file
+
+
+def test_a_model_that_has_changed_under_its_name_is_refused(
+    model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    model = shutil.copytree(model_dir("llama"), tmp_path / "model")
+    config = make_config(model, training__max_steps=1)
+    with Trainer(config) as trainer:
+        list(trainer.steps())
+    Trainer(config, resume=True).shutdown()
+    content = json.loads((model / "config.json").read_text())
+    content["rope_parameters"]["rope_theta"] = 5e5
+    (model / "config.json").write_text(json.dumps(content))
+    with pytest.raises(
+        RunDirectoryError, match=r"rope_theta was 10000\.0 and is 500000\.0.*--set model\.name_or_path="
+    ):
+        Trainer(config, resume=True)
+    Trainer(config, resume=True, changed=["model.name_or_path"]).shutdown()
     logged = (trainer.run.path / "metrics.jsonl").read_text().splitlines()
     assert len(logged) == len(taken)
 
