@@ -173,6 +173,7 @@ class Trainer:
             while self.step < self.total_steps and not self._stop:
                 if not self._go.is_set():
                     self._wait_for_resume()
+                self._trackers.publish(unevaluated, evaluated_later=True)
                     continue
                 record = self._take_step(self._data.step_batch(self.step + 1))
                 if self._evaluation_is_due():
