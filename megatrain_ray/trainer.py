@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -10,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -37,7 +38,7 @@ from megatrain_ray.observe.status import live_status
 from megatrain_ray.observe.step_record import StepRecords
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.observe.trackers import Trackers
-from megatrain_ray.pipeline import Pipeline, Record
+from megatrain_ray.pipeline import MAX_REPLAYS, Pipeline, Record
 from megatrain_ray.prepare import Prepared, prepare
 from megatrain_ray.run_directory import RunDirectory, output_path, replace_text
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, build_flush, build_import, build_step
@@ -90,6 +91,8 @@ class Trainer:
         self._pending: Hyper | None = None
         self._saving: int | None = None
         self._saved = -1
+        self._store_death: tuple[str, bool] | None = None  # in what, since the save began; whether it stalled there
+        self._interrupted: list[tuple[int, str]] = []  # saves since the last complete one: number, what the store did
         self._save_next = False
         self._go = threading.Event()
         self._go.set()
@@ -114,11 +117,11 @@ class Trainer:
             self._learning_rate = learning_rate_schedule(self.config.training, self.total_steps)
             if checkpoint is not None and "data.path" not in changed:
                 self._check_data(checkpoint)
+            if checkpoint is not None and "model.name_or_path" not in changed:
+                self._check_model(checkpoint)
             if resume:
                 self.run.cut_after(self.step)
         except BaseException:
-            if checkpoint is not None and "model.name_or_path" not in changed:
-                self._check_model(checkpoint)
             self.run.release()
             raise
         for note in self._prepared.notes:
@@ -170,10 +173,10 @@ class Trainer:
                 unevaluated |= self._evaluate(stoppable=True)
                 self.run.cut_after(self.step - 1)
                 self.run.append(unevaluated)
+                self._trackers.publish(unevaluated, evaluated_later=True)
             while self.step < self.total_steps and not self._stop:
                 if not self._go.is_set():
                     self._wait_for_resume()
-                self._trackers.publish(unevaluated, evaluated_later=True)
                     continue
                 record = self._take_step(self._data.step_batch(self.step + 1))
                 if self._evaluation_is_due():
@@ -392,10 +395,6 @@ class Trainer:
                 f"expected {trained}. Restore the file, or say that the change is meant with --set data.path={path}"
             )
 
-    def _start(self) -> None:
-        """Starts the actors and brings every layer to its tier."""
-        if self._cluster is not None:
-            return
     def _check_model(self, checkpoint: Path) -> None:
         """The same path may hold another model by now, of the same shapes."""
         changed = model_differences(checkpoint, self._prepared.model, self._prepared.save_spec)
@@ -407,6 +406,10 @@ class Trainer:
                 f"its config.json, or say that the change is meant with --set model.name_or_path={path}"
             )
 
+    def _start(self) -> None:
+        """Starts the actors and brings every layer to its tier."""
+        if self._cluster is not None:
+            return
         prepared, plan = self._prepared, self._prepared.plan
         self._trackers = Trackers(self.config, self.run.path, step=self.step)
         replace_text(self.run.path / "config.yaml", self.config.to_yaml())
@@ -508,7 +511,7 @@ class Trainer:
             records = self._run(schedule, batch, eager=hyper)
         except NonFiniteError as error:
             raise self._not_finite(batch, hyper, str(error)) from None
-        if saving and not self._finish_save():
+        if saving and not self._finish_save(again=self._shape.deferred):
             # The store died with half a checkpoint. Updates that wait for the next forward leave the state to be saved
             # as it was; others have changed it, and the step after this one is saved instead.
             if self._shape.deferred:
@@ -581,17 +584,25 @@ class Trainer:
     def _begin_save(self) -> None:
         self._saving = self.step
         self._ask_store("begin_save", self.step, self._prepared.save_spec)
+        self._store_death = None
 
     def _flush_save(self) -> None:
         """Completes the checkpoint that has begun without a step around it."""
         while True:
             self._run(build_flush(self._shape, pending=self._pending is not None, save=True), None)
-            if self._finish_save():
+            if self._finish_save(again=True):
                 return
             self._begin_save()
 
-    def _finish_save(self) -> bool:
-        """Whether the checkpoint is complete; a store that was restarted has lost what it had of it."""
+    def _finish_save(self, *, again: bool) -> bool:
+        """Whether the checkpoint is complete; a store that was restarted has lost what it had of it.
+
+        Args:
+            again: Whether the same checkpoint can be written once more.
+
+        Raises:
+            TrainingError: That has happened `MAX_ATTEMPTS` times to this checkpoint, or in the same action.
+        """
         assert self._saving is not None
         number, self._saving = self._saving, None
         state = {
@@ -603,11 +614,25 @@ class Trainer:
         }
         path = self._ask_store("finish_save", number, state)
         if path is None:
-            self.tell(f"checkpoint-{number} was interrupted when the store died: it is written again")
+            self._note_interruption(number, again=again)
             return False
         self._saved = number
+        self._interrupted.clear()
         self.tell(f"saved {path}")
         return True
+
+    def _note_interruption(self, number: int, *, again: bool) -> None:
+        what, stalled = self._store_death or ("finish_save", False)
+        self._interrupted.append((number, what))
+        counts = Counter(itertools.chain.from_iterable(self._interrupted))
+        if max(counts.values()) >= MAX_ATTEMPTS or len(self._interrupted) >= MAX_REPLAYS:
+            self._interrupted.clear()
+            raise self._pipeline.lost(Tier.STORE, f"{what} for checkpoint-{number}", stalled=stalled)
+        self.tell(
+            f"checkpoint-{number} was interrupted when the store died in {what}: "
+            + ("it is written again" if again else "one of the next step takes its place"),
+            level=logging.WARNING,
+        )
 
     def _ask_store(self, method: str, *arguments: Any) -> Any:
         """Asks the store between schedules; when it says nothing for so long it is replaced, and asked once more."""
@@ -617,6 +642,7 @@ class Trainer:
             return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
         except StalledError as stall:
             self.tell(f"{stall}: it was killed and restarts")
+            self._store_death = method, True
             self._cluster.kill(Tier.STORE)
             return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
 
@@ -627,6 +653,8 @@ class Trainer:
 
     def _note_death(self, action: Action, stalled: bool) -> None:
         self._records.died(action.tier)
+        if action.tier is Tier.STORE:
+            self._store_death = self._pipeline.describe(action), stalled
         what = f"did not finish within {self.config.tiers.deadline_s:.0f} s and was killed" if stalled else "died"
         self.tell(
             f"{action.tier} {what} in {self._pipeline.describe(action)} (step {self.step + 1}); it restarts, and the "
