@@ -17,11 +17,11 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from megatrain_ray.cluster import CLASS_NAME, MAX_ATTEMPTS, Cluster, Receipt, ReplacedError
-from megatrain_ray.errors import ActorLostError, StalledError
+from megatrain_ray.errors import ActorLostError, StalledError, TrainingError
 from megatrain_ray.observe.logs import Place
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, Value
 
-__all__ = ["Pipeline", "Record"]
+__all__ = ["MAX_REPLAYS", "Pipeline", "Record"]
 
 MAX_REPLAYS = 30
 """Of one schedule, wherever its actors die."""
@@ -120,14 +120,14 @@ class Pipeline:
                 self.on_death(death.action, death.stalled)
                 deaths[death.action] += 1
                 if deaths[death.action] >= MAX_ATTEMPTS or deaths.total() >= MAX_REPLAYS:
-                    raise self._lost(death) from None
+                    raise self.lost(death.action.tier, self.describe(death.action), stalled=death.stalled) from None
             for tier in Tier:
                 self.cluster.revive(tier, self.deadline_s)
 
-    def _lost(self, death: _TierDied) -> Exception:
-        action = death.action
-        where = f"{CLASS_NAME[action.tier]} ({action.tier}), {self.describe(action)}"
-        if death.stalled:
+    def lost(self, tier: Tier, what: str, *, stalled: bool) -> TrainingError:
+        """The end of a run whose tier dies of the same again and again, or was killed each time for stalling in it."""
+        where = f"{CLASS_NAME[tier]} ({tier}), {what}"
+        if stalled:
             return StalledError(
                 f"{where}: not finished within {self.deadline_s:.0f} s (tiers.deadline_s), again and again; "
                 "look at the drive, the GPU and the machine's load, and resume"

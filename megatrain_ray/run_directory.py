@@ -48,7 +48,7 @@ class RunDirectory:
         self.path = path
         self.store = store or path / "store"
         self.metrics = path / "metrics.jsonl"
-        self._locked = False
+        self._locked: list[Path] = []
         self._made: list[Path] = []
 
     @property
@@ -59,8 +59,11 @@ class RunDirectory:
     def holds_a_run(self) -> bool:
         return self.metrics.exists() or (self.path / "config.yaml").exists() or bool(list_checkpoints(self.path))
 
-    def claim(self, *, resume: bool, overwrite: bool) -> None:
-        """Takes the directory for this process.
+    def claim(self, *, resume: bool, overwrite: bool) -> list[Path]:
+        """Takes the directory and the store's for this process.
+
+        Returns:
+            What an interrupted save or removal had left behind, which is gone now.
 
         Raises:
             RunDirectoryError: It holds another run, or somebody works in it, or it cannot be written.
@@ -71,48 +74,50 @@ class RunDirectory:
                 "training.output_dir"
             )
         try:
-            self._made = [path for path in (self.store, self.path) if not path.exists()]
-            self.path.mkdir(parents=True, exist_ok=True)
-            self.store.mkdir(parents=True, exist_ok=True)
-            with _alone(self.store):
-                self._lock()
+            self._lock(self.path, "name another training.output_dir")
+            if self.store != self.path:  # which may lie elsewhere, and be another run's too
+                self._lock(self.store, "set tiers.nvme_dir to another directory")
             if overwrite and not resume:
                 self._clear()
-            remove_debris(self.path)
+            debris = remove_debris(self.path)
             for entry in self.store.iterdir():  # a store is disposable: the run's state is in its checkpoints
                 if is_store_file(entry.name):
                     entry.unlink()
         except OSError as error:
+            self.release()
             raise RunDirectoryError(f"{error.filename or self.path}: cannot be used: {error.strerror}") from error
+        except RunDirectoryError:
+            self.release()
+            raise
+        return debris
 
     def release(self) -> None:
-        """Gives up the lock; a run that was refused leaves no empty directories."""
-        if self._locked:
-            (self.store / LOCK).unlink(missing_ok=True)
-            self._locked = False
+        """Gives up the locks; a run that was refused leaves no empty directories."""
+        while self._locked:
+            self._locked.pop().unlink(missing_ok=True)
+        while self._made:
             with contextlib.suppress(OSError):  # not empty: the run has begun
-                for path in self._made:
-                    path.rmdir()
+                self._made.pop().rmdir()
 
-    def _lock(self) -> None:
-        lock = self.store / LOCK
+    def _lock(self, directory: Path, instead: str) -> None:
+        """Makes a directory this run's; ``instead`` says what one may do when it is another's."""
+        made = not directory.exists()
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = directory / LOCK
         me = os.getpid()
         mine = {"pid": me, "started_s": _started_s(me), "host": socket.gethostname(), "run": str(self.path)}
-        while not self._locked:
-            try:
-                descriptor = os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-            except FileExistsError:
-                holder = _read_holder(lock)
-                if holder is not None and _may_live(holder):
-                    raise RunDirectoryError(
-                        f"{self.store} is in use by process {holder['pid']} on {holder['host']} (run {holder['run']}): "
-                        f"stop it first, or set tiers.nvme_dir to another directory; if it is gone, remove {lock}"
-                    ) from None
-                lock.unlink(missing_ok=True)  # stale: its process is gone
-                continue
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with _alone(directory):
+            holder = _read_holder(lock)
+            if holder is not None and _may_live(holder):
+                raise RunDirectoryError(
+                    f"{directory} is in use by process {holder['pid']} on {holder['host']} (run {holder['run']}): "
+                    f"stop it first, or {instead}; if it is gone, remove {lock}"
+                )
+            lock.unlink(missing_ok=True)  # stale: its process is gone
+            with lock.open("x", encoding="utf-8") as file:
+                self._locked.append(lock)
+                self._made += [directory] if made else []
                 json.dump(mine, file)
-            self._locked = True
 
     def _clear(self) -> None:
         for checkpoint in list_checkpoints(self.path):
@@ -169,7 +174,7 @@ class RunDirectory:
 
     def is_locked(self) -> bool:
         """Whether a process that may be alive holds the run."""
-        holder = _read_holder(self.store / LOCK)
+        holder = _read_holder(self.path / LOCK)
         return holder is not None and _may_live(holder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -10,7 +11,7 @@ import os
 import shutil
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -20,8 +21,8 @@ from typing import Any
 from megatrain_ray.actors.cpu_optimizer import Hyper, arena_bytes
 from megatrain_ray.actors.gpu_worker import GradInfo
 from megatrain_ray.checkpoint.directory import newest_complete
-from megatrain_ray.checkpoint.resume import export, read_trainer_state
-from megatrain_ray.cluster import Cluster, TierSpec
+from megatrain_ray.checkpoint.resume import export, model_differences, read_trainer_state
+from megatrain_ray.cluster import MAX_ATTEMPTS, Cluster, TierSpec
 from megatrain_ray.config import Config, differences, with_override
 from megatrain_ray.control import ControlServer
 from megatrain_ray.data.batches import StepBatch
@@ -38,7 +39,7 @@ from megatrain_ray.observe.status import live_status
 from megatrain_ray.observe.step_record import StepRecords
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.observe.trackers import Trackers
-from megatrain_ray.pipeline import Pipeline, Record
+from megatrain_ray.pipeline import MAX_REPLAYS, Pipeline, Record
 from megatrain_ray.prepare import Prepared, prepare
 from megatrain_ray.run_directory import RunDirectory, output_path, replace_text
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, build_flush, build_import, build_step
@@ -91,6 +92,8 @@ class Trainer:
         self._pending: Hyper | None = None
         self._saving: int | None = None
         self._saved = -1
+        self._store_death: tuple[str, bool] | None = None  # in what, since the save began; whether it stalled there
+        self._interrupted: list[tuple[int, str]] = []  # saves since the last complete one: number, what the store did
         self._save_next = False
         self._go = threading.Event()
         self._go.set()
@@ -103,8 +106,11 @@ class Trainer:
         self._arena: int | None = None
         self._training = self._stop = False
         self._metrics: RunMetrics | None = None
-        self.run.claim(resume=resume, overwrite=overwrite)
+        debris = self.run.claim(resume=resume, overwrite=overwrite)
         try:
+            for path in debris if resume else ():
+                if path.suffix == ".partial":
+                    self.tell(f"{path.stem[1:]} was not complete when the run ended: ignored and removed")
             checkpoint = self._find_checkpoint(set(changed)) if resume else None
             self._prepared: Prepared = prepare(config, self.run, checkpoint, self.step)
             self._data = self._prepared.data
@@ -112,6 +118,8 @@ class Trainer:
             self._learning_rate = learning_rate_schedule(self.config.training, self.total_steps)
             if checkpoint is not None and "data.path" not in changed:
                 self._check_data(checkpoint)
+            if checkpoint is not None and "model.name_or_path" not in changed:
+                self._check_model(checkpoint)
             if resume:
                 self.run.cut_after(self.step)
         except BaseException:
@@ -166,6 +174,7 @@ class Trainer:
                 unevaluated |= self._evaluate(stoppable=True)
                 self.run.cut_after(self.step - 1)
                 self.run.append(unevaluated)
+                self._trackers.publish(unevaluated, evaluated_later=True)
             while self.step < self.total_steps and not self._stop:
                 if not self._go.is_set():
                     self._wait_for_resume()
@@ -392,6 +401,17 @@ class Trainer:
                 f"expected {trained}. Restore the file, or say that the change is meant with --set data.path={path}"
             )
 
+    def _check_model(self, checkpoint: Path) -> None:
+        """The same path may hold another model by now, of the same shapes."""
+        changed = model_differences(checkpoint, self._prepared.model, self._prepared.save_spec)
+        if changed:
+            path = self.config.model.name_or_path
+            listed = "; ".join(f"{key} was {old!r} and is {new!r}" for key, old, new in changed)
+            raise RunDirectoryError(
+                f"{checkpoint} was trained with another configuration of model.name_or_path {path}: {listed}. Restore "
+                f"its config.json, or say that the change is meant with --set model.name_or_path={path}"
+            )
+
     def _start(self) -> None:
         """Starts the actors and brings every layer to its tier."""
         if self._cluster is not None:
@@ -497,7 +517,7 @@ class Trainer:
             records = self._run(schedule, batch, eager=hyper)
         except NonFiniteError as error:
             raise self._not_finite(batch, hyper, str(error)) from None
-        if saving and not self._finish_save():
+        if saving and not self._finish_save(again=self._shape.deferred):
             # The store died with half a checkpoint. Updates that wait for the next forward leave the state to be saved
             # as it was; others have changed it, and the step after this one is saved instead.
             if self._shape.deferred:
@@ -570,17 +590,25 @@ class Trainer:
     def _begin_save(self) -> None:
         self._saving = self.step
         self._ask_store("begin_save", self.step, self._prepared.save_spec)
+        self._store_death = None
 
     def _flush_save(self) -> None:
         """Completes the checkpoint that has begun without a step around it."""
         while True:
             self._run(build_flush(self._shape, pending=self._pending is not None, save=True), None)
-            if self._finish_save():
+            if self._finish_save(again=True):
                 return
             self._begin_save()
 
-    def _finish_save(self) -> bool:
-        """Whether the checkpoint is complete; a store that was restarted has lost what it had of it."""
+    def _finish_save(self, *, again: bool) -> bool:
+        """Whether the checkpoint is complete; a store that was restarted has lost what it had of it.
+
+        Args:
+            again: Whether the same checkpoint can be written once more.
+
+        Raises:
+            TrainingError: That has happened `MAX_ATTEMPTS` times to this checkpoint, or in the same action.
+        """
         assert self._saving is not None
         number, self._saving = self._saving, None
         state = {
@@ -592,11 +620,25 @@ class Trainer:
         }
         path = self._ask_store("finish_save", number, state)
         if path is None:
-            self.tell(f"checkpoint-{number} was interrupted when the store died: it is written again")
+            self._note_interruption(number, again=again)
             return False
         self._saved = number
+        self._interrupted.clear()
         self.tell(f"saved {path}")
         return True
+
+    def _note_interruption(self, number: int, *, again: bool) -> None:
+        what, stalled = self._store_death or ("finish_save", False)
+        self._interrupted.append((number, what))
+        counts = Counter(itertools.chain.from_iterable(self._interrupted))
+        if max(counts.values()) >= MAX_ATTEMPTS or len(self._interrupted) >= MAX_REPLAYS:
+            self._interrupted.clear()
+            raise self._pipeline.lost(Tier.STORE, f"{what} for checkpoint-{number}", stalled=stalled)
+        self.tell(
+            f"checkpoint-{number} was interrupted when the store died in {what}: "
+            + ("it is written again" if again else "one of the next step takes its place"),
+            level=logging.WARNING,
+        )
 
     def _ask_store(self, method: str, *arguments: Any) -> Any:
         """Asks the store between schedules; when it says nothing for so long it is replaced, and asked once more."""
@@ -606,6 +648,7 @@ class Trainer:
             return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
         except StalledError as stall:
             self.tell(f"{stall}: it was killed and restarts")
+            self._store_death = method, True
             self._cluster.kill(Tier.STORE)
             return self._cluster.ask(Tier.STORE, method, *arguments, deadline_s=deadline_s)
 
@@ -616,6 +659,8 @@ class Trainer:
 
     def _note_death(self, action: Action, stalled: bool) -> None:
         self._records.died(action.tier)
+        if action.tier is Tier.STORE:
+            self._store_death = self._pipeline.describe(action), stalled
         what = f"did not finish within {self.config.tiers.deadline_s:.0f} s and was killed" if stalled else "died"
         self.tell(
             f"{action.tier} {what} in {self._pipeline.describe(action)} (step {self.step + 1}); it restarts, and the "

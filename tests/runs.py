@@ -6,7 +6,9 @@ import asyncio
 import dataclasses
 import hashlib
 import inspect
+import os
 import random
+import signal
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -71,3 +73,62 @@ class Delayed:
             return await method(*arguments)
 
         return late_async
+
+
+class Fatal:
+    """A store whose process dies while it writes a checkpoint, at the same place so many times.
+
+    Args:
+        build: Makes the store.
+        deaths: Counts them, a byte each.
+        method: ``save``, of layer 2, or ``finish_save``.
+        times: Deaths.
+    """
+
+    def __init__(self, build: Callable[[], Any], deaths: Path, method: str, times: int) -> None:
+        self._tier = build()
+        self._deaths, self._method, self._times = deaths, method, times
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._tier, name)
+        if name != self._method:
+            return method
+
+        async def fatal(first: int, *arguments: Any) -> Any:
+            written = self._deaths.stat().st_size if self._deaths.exists() else 0
+            if self._tier._writers and written < self._times and (name == "finish_save" or first == 2):
+                with self._deaths.open("ab") as file:
+                    file.write(b"x")
+                os.kill(os.getpid(), signal.SIGKILL)
+            return await method(first, *arguments)
+
+        return fatal
+
+
+class Overlapping:
+    """A store that writes nothing into a checkpoint before the worker's next forward pass; and that worker.
+
+    Args:
+        build: Makes the tier.
+        forward: A file that is there once a forward pass has begun since the checkpoint did.
+    """
+
+    def __init__(self, build: Callable[[], Any], forward: Path) -> None:
+        self._tier = build()
+        self._forward = forward
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._tier, name)
+        if name == "forward":
+            self._forward.touch()
+        if name == "begin_save":
+            self._forward.unlink(missing_ok=True)
+        if name != "save":
+            return method
+
+        async def save(*arguments: Any) -> Any:
+            while not self._forward.exists():
+                await asyncio.sleep(0.01)
+            return await method(*arguments)
+
+        return save

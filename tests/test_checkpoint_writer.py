@@ -34,7 +34,7 @@ from megatrain_ray.checkpoint.directory import (
     prune_checkpoints,
     remove_debris,
 )
-from megatrain_ray.checkpoint.resume import ResumeSource, export
+from megatrain_ray.checkpoint.resume import ResumeSource, export, model_differences
 from megatrain_ray.checkpoint.safetensors_file import SafetensorsWriter
 from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.checkpoint.source import open_source
@@ -227,6 +227,30 @@ def test_a_checkpoint_of_the_same_step_is_replaced(model_dir: Path, tmp_path: Pa
     assert [entry.name for entry in (tmp_path / "run").iterdir()] == ["checkpoint-50"]
 
 
+def test_what_is_renamed_is_on_the_disk(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every file, then the directory that names them, then the rename, then the directory above."""
+    events: list[tuple[str, Path, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def traced_fsync(descriptor: int) -> None:
+        fsync(descriptor)
+        events.append(("fsync", Path(os.readlink(f"/proc/self/fd/{descriptor}")), os.fstat(descriptor).st_size))
+
+    def traced_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        events.append(("rename", Path(target), 0))
+
+    monkeypatch.setattr(os, "fsync", traced_fsync)
+    monkeypatch.setattr(os, "rename", traced_rename)
+    path = save(model_dir, tmp_path / "run")
+    (renamed,) = (index for index, event in enumerate(events) if event == ("rename", path, 0))
+    before, after = events[:renamed], events[renamed + 1 :]
+    flushed = {file.name: size for _, file, size in before if file.parent.name == ".checkpoint-50.partial"}
+    assert flushed == {file.name: file.stat().st_size for file in path.iterdir()}
+    assert before[-1][:2] == ("fsync", path.with_name(".checkpoint-50.partial"))
+    assert after[0][:2] == ("fsync", path.parent)
+
+
 def test_checkpoints_are_ordered_by_number_and_others_left_alone(model_dir: Path, tmp_path: Path) -> None:
     output_dir = tmp_path / "run"
     for step in (9, 10, 100):
@@ -280,6 +304,26 @@ def test_a_damaged_checkpoint_is_passed_over(
     if not deep:
         with pytest.raises(ModelError, match=message):
             ResumeSource(str(path), StreamModel.from_config_dir(str(path)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_configuration_that_means_another_model_is_noticed(family: str, tmp_path: Path) -> None:
+    """Its keys are named; how it is written is no difference."""
+    model_dir = make_model_dir(tmp_path / "model", family=family)
+    checkpoint = save(model_dir, tmp_path / "run", attn=attn_implementation(family))
+
+    def changed(**changes: Any) -> list[tuple[str, Any, Any]]:
+        content = json.loads((checkpoint / "config.json").read_text()) | changes
+        (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+        model = StreamModel.from_config_dir(str(model_dir), attn_implementation=attn_implementation(family))
+        open_source(str(model_dir), model)
+        return model_differences(checkpoint, model, describe_saving(model, str(model_dir)))
+
+    assert changed(transformers_version="0.1", dtype="float16", architectures=["Other"], use_cache=False) == []
+    written_out = AutoConfig.from_pretrained(checkpoint).to_dict()
+    assert changed(**written_out) == []
+    epsilon = next(key for key in written_out if key.endswith(("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps")))
+    assert changed(**{epsilon: 0.5}) == [(epsilon, written_out[epsilon], 0.5)]
 
 
 def test_resuming_with_another_model_is_refused(model_dir: Path, tmp_path: Path) -> None:

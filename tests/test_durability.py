@@ -9,21 +9,27 @@ import random
 import re
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+from ray import cloudpickle
 from safetensors.torch import load_file
 
+from megatrain_ray import trainer as trainer_module
+from megatrain_ray.checkpoint.directory import list_checkpoints
 from megatrain_ray.errors import ActorLostError, NonFiniteError, RunDirectoryError, TrainingError
 from megatrain_ray.observe.status import read_status
 from megatrain_ray.schedule import Tier
 from megatrain_ray.trainer import Trainer
-from tests.runs import digest, page, trace
+from tests import runs
+from tests.runs import Fatal, Overlapping, digest, page, trace
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_instance")]
 
@@ -34,7 +40,8 @@ MakeConfig = Callable[..., Any]
 class Killer(threading.Thread):
     """SIGKILL to a random actor at random moments, from beside the run, until it has killed often enough.
 
-    At most twice a step: a third death at the same place would rightly end the run.
+    At most twice a step, and never a store that two saves in a row have lost already: a third death at the same place
+    would rightly end the run.
     """
 
     def __init__(self, trainer: Trainer, kills: int, longest_s: float, seed: int) -> None:
@@ -53,6 +60,8 @@ class Killer(threading.Thread):
             if cluster is None or len(cluster.pids) < len(Tier) or self.in_step[self.trainer.step] == 2:
                 continue
             tier = self.random.choice(list(Tier))
+            if tier is Tier.STORE and len(self.trainer._interrupted) == 2:
+                continue
             pipeline = getattr(self.trainer, "_pipeline", None)  # comes after the actors
             in_flight = [] if pipeline is None else pipeline.in_flight()
             action = str(in_flight[0][0]) if in_flight else "between schedules"
@@ -147,6 +156,71 @@ def test_a_crash_that_repeats_ends_the_run(model_dir: ModelDir, make_config: Mak
         assert [record["step"] for record in trainer.steps()][-1] == 4
 
 
+@pytest.fixture
+def wrap(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Replaces what the actors are made of: by tier, what is called with a builder."""
+    cloudpickle.register_pickle_by_value(sys.modules[runs.__name__])
+    plain = trainer_module.tier_builders
+
+    def wrapped(wrappers: dict[Tier, Callable[..., Any]]) -> None:
+        def builders(*args: Any, **kwargs: Any) -> dict[Tier, Callable[[], Any]]:
+            made = plain(*args, **kwargs)
+            return made | {tier: partial(wrapper, made[tier]) for tier, wrapper in wrappers.items()}
+
+        monkeypatch.setattr(trainer_module, "tier_builders", builders)
+
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("max_grad_norm", "save_steps", "method"), [(0.5, 1, "save"), (None, 1, "save"), (0.5, None, "finish_save")]
+)
+def test_a_store_that_dies_of_every_save_ends_the_run(
+    max_grad_norm: float | None,
+    save_steps: int | None,
+    method: str,
+    wrap: Callable[..., None],
+    model_dir: ModelDir,
+    make_config: MakeConfig,
+    tmp_path: Path,
+) -> None:
+    """Twice is an accident: the checkpoint is written again, or that of the next step."""
+    config = make_config(
+        model_dir("llama"),
+        training__max_steps=4 if save_steps else 1,
+        training__save_steps=save_steps,
+        training__max_grad_norm=max_grad_norm,
+    )
+    told: list[str] = []
+    wrap({Tier.STORE: partial(Fatal, deaths=tmp_path / "deaths", method=method, times=5)})
+    with Trainer(config, overwrite=True, tell=told.append) as trainer:
+        with pytest.raises(ActorLostError, match=rf"\(nvme_store\), {method}.* for checkpoint-\d: .* again and again"):
+            list(trainer.steps())
+        assert read_status(trainer.run.path)["state"] == "failed"
+        assert (tmp_path / "deaths").stat().st_size == 3
+    what = "one of the next step takes its place" if save_steps and not max_grad_norm else "it is written again"
+    assert sum("was interrupted when the store died in" in line and what in line for line in told) == 2, told
+    with Trainer(config, overwrite=True) as trainer:  # which dies twice more
+        assert [record["step"] for record in trainer.steps()][-1] == config.training.max_steps
+        assert (tmp_path / "deaths").stat().st_size == 5
+
+
+def test_training_goes_on_while_a_checkpoint_is_written(
+    wrap: Callable[..., None], model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    """Not a layer is written before the next step's forward pass begins; a save that held it up would never end."""
+    forward = partial(Overlapping, forward=tmp_path / "forward")
+    wrap({Tier.STORE: forward, Tier.WORKER: forward})
+    config = make_config(
+        model_dir("llama"), training__max_steps=3, training__save_steps=1, tiers__deadline_s=20, ray__dashboard=False
+    )
+    with Trainer(config) as trainer:
+        steps = trainer.steps()
+        assert [next(steps)["step"] for _ in range(3)] == [1, 2, 3]
+        assert {1, 2} <= {checkpoint.step for checkpoint in list_checkpoints(trainer.run.path)}
+        assert not any(trainer._cluster.restarts.values()) if trainer._cluster is not None else False
+
+
 def poisoned(cluster: Any) -> Any:
     """Calls as before, but the worker dies of the forward pass of one layer."""
     call = cluster.call
@@ -216,7 +290,9 @@ def test_resume_equals_uninterrupted(model_dir: ModelDir, make_config: MakeConfi
     for path in (run / "store").iterdir():
         path.unlink()
     (run / "store").rmdir()
-    with Trainer(whole_config, resume=True) as trainer:
+    told: list[str] = []
+    with Trainer(whole_config, resume=True, tell=told.append) as trainer:
+        assert "checkpoint-6 was not complete when the run ended: ignored and removed" in told
         assert trainer.step == 3
         resumed = trace(trainer.steps())
         assert resumed == whole[3:]
@@ -231,6 +307,24 @@ def test_resume_equals_uninterrupted(model_dir: ModelDir, make_config: MakeConfi
         Trainer(make_config(model_dir("qwen3"), training__max_steps=9, training__learning_rate=0.5), resume=True)
     with pytest.raises(RunDirectoryError, match="--resume"):
         Trainer(whole_config)
+
+
+def test_a_model_that_has_changed_under_its_name_is_refused(
+    model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    model = shutil.copytree(model_dir("llama"), tmp_path / "model")
+    config = make_config(model, training__max_steps=1)
+    with Trainer(config) as trainer:
+        list(trainer.steps())
+    Trainer(config, resume=True).shutdown()
+    content = json.loads((model / "config.json").read_text())
+    content["rope_parameters"]["rope_theta"] = 5e5
+    (model / "config.json").write_text(json.dumps(content))
+    with pytest.raises(
+        RunDirectoryError, match=r"rope_theta was 10000\.0 and is 500000\.0.*--set model\.name_or_path="
+    ):
+        Trainer(config, resume=True)
+    Trainer(config, resume=True, changed=["model.name_or_path"]).shutdown()
 
 
 def test_resume_at_any_step_and_with_other_settings(

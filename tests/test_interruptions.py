@@ -23,6 +23,7 @@ from megatrain_ray.config import load_config, with_override
 from megatrain_ray.control import NotLiveError, ask
 from megatrain_ray.direct_io import ALIGNMENT
 from megatrain_ray.errors import TrainingError
+from megatrain_ray.observe.trackers import Trackers
 from megatrain_ray.prepare import prepare
 from megatrain_ray.run_directory import RunDirectory
 from megatrain_ray.trainer import Trainer
@@ -69,7 +70,7 @@ PHASES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.usefixtures("ray_instance")
 def test_a_signal_ends_a_run_with_a_complete_checkpoint_or_none(
-    phase: str, model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+    phase: str, model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = make_config(
         model_dir("llama"),
@@ -99,8 +100,11 @@ def test_a_signal_ends_a_run_with_a_complete_checkpoint_or_none(
         assert done % 3 == 0 and "eval_loss" not in records(run_dir)[-1], "the signal waited for the evaluation"
     target = done + 1
     config = with_override(config, f"training.max_steps={target}")
+    sent: list[int] = []
+    monkeypatch.setattr(Trackers, "publish", lambda _, record, **how: sent.append(record["step"]))
     with Trainer(config, resume=True, changed=["training.max_steps"]) as trainer:
         list(trainer.steps())
+    assert sent == ([done] if phase == "evaluation" else []) + [target]
     assert [record["step"] for record in records(run_dir)] == list(range(1, target + 1))
     evaluated = [record["step"] for record in records(run_dir) if "eval_loss" in record]
     assert evaluated == sorted({*range(3, target + 1, 3), target})

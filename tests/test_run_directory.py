@@ -13,6 +13,7 @@ from psutil import _pslinux
 
 from megatrain_ray import run_directory
 from megatrain_ray.errors import RunDirectoryError
+from megatrain_ray.observe.status import read_status
 from megatrain_ray.run_directory import RunDirectory
 
 
@@ -50,3 +51,25 @@ def test_setting_the_clock_frees_no_lock(tmp_path: Path, monkeypatch: pytest.Mon
         RunDirectory(tmp_path / "run").claim(resume=False, overwrite=False)
     holder.release()
     RunDirectory(tmp_path / "run").claim(resume=False, overwrite=False)
+
+
+def test_a_live_run_keeps_its_directory_whatever_store_another_names(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    holder = RunDirectory(run, tmp_path / "store")
+    holder.claim(resume=False, overwrite=False)
+    holder.write_state("running")
+    assert read_status(run)["state"] == "not answering"
+    saving = run / ".checkpoint-3.partial"
+    saving.mkdir()
+    with pytest.raises(RunDirectoryError, match=r"run is in use .* name another training\.output_dir"):
+        RunDirectory(run, tmp_path / "other").claim(resume=True, overwrite=False)
+    assert saving.exists() and not (tmp_path / "other").exists()
+    with pytest.raises(RunDirectoryError, match=r"store is in use .* set tiers\.nvme_dir"):
+        RunDirectory(tmp_path / "second", tmp_path / "store").claim(resume=False, overwrite=False)
+    assert not (tmp_path / "second").exists(), "a refusal leaves nothing behind"
+    lock = json.loads((run / ".lock").read_text())
+    holder.release()
+    assert not list(tmp_path.rglob(".lock"))
+    (run / ".lock").write_text(json.dumps({**lock, "started_s": lock["started_s"] - 100}))
+    assert read_status(run)["state"] == "killed"
+    RunDirectory(run, tmp_path / "other").claim(resume=True, overwrite=False)

@@ -71,6 +71,23 @@ def test_every_logging_step_and_every_evaluation_is_sent(
     assert [event.step for event in events.Scalars("train/loss")] == [3, 5, 6]
 
 
+def test_an_evaluation_that_was_made_up_for_is_sent(
+    model_dir: ModelDir, make_config: MakeConfig, tmp_path: Path
+) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = make_config(model_dir("llama"), training__report_to="tensorboard", training__logging_steps=2)
+    for step, later in ((1, False), (2, False), (2, True), (5, True)):
+        trackers = Trackers(config, tmp_path, step=step)
+        made_up = {"eval_loss": 2.0, "eval_perplexity": 7.4} if later else {}
+        trackers.publish(record(step, 1.0, **made_up), evaluated_later=later)
+        trackers.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("eval/loss")] == [2, 5]
+    assert [event.step for event in events.Scalars("train/loss")] == [2, 5], "one value a step"
+
+
 class WandbStub(SimpleNamespace):
     """Records what is asked of wandb; refuses like wandb when there is no account."""
 

@@ -16,6 +16,7 @@ for it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import itertools
 import mmap
 import time

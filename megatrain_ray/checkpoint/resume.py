@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,32 @@ import numpy as np
 from megatrain_ray.checkpoint.describe import describe_saving
 from megatrain_ray.checkpoint.directory import MANIFEST, TRAINER_STATE, find_problem
 from megatrain_ray.checkpoint.safetensors_file import read_as_float32, read_header
+from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.checkpoint.source import open_source
 from megatrain_ray.checkpoint.writer import ExportWriter
 from megatrain_ray.errors import ModelError
 from megatrain_ray.layout import LayerSpec
 from megatrain_ray.model import StreamModel
 from megatrain_ray.packed import STATE, PackedLayer
+
+_WITHOUT_EFFECT = frozenset(
+    (
+        "architectures",
+        "auto_map",
+        "transformers_version",
+        "dtype",  # a checkpoint's masters are fp32, whatever the model's weights were
+        "torch_dtype",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+    )
+)
+"""Keys of a model configuration that say how it is stored, or how it generates."""
 
 
 class ResumeSource:
@@ -89,6 +111,36 @@ def read_trainer_state(checkpoint: Path) -> dict[str, Any]:
     if not isinstance(content, dict) or not isinstance(content.get("step"), int):
         raise ModelError(f"{path}: expected a JSON object with a step")
     return content
+
+
+def model_differences(checkpoint: Path, model: StreamModel, spec: SaveSpec) -> list[tuple[str, Any, Any]]:
+    """Keys of the model configuration that make it another model than the checkpoint's.
+
+    Both are read by the same class, so that a default is the same whether it is written out or not.
+
+    Args:
+        checkpoint: Complete.
+        model: As it would be trained now.
+        spec: Of it.
+
+    Returns:
+        Key, old value and new value of each.
+    """
+    trained = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
+    old, new = (_flat(type(model.config).from_dict(copy.deepcopy(each)).to_dict()) for each in (trained, spec.config))
+    changed = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [(key, old.get(key), new.get(key)) for key in changed]
+
+
+def _flat(values: Mapping[Any, Any], at: str = "") -> dict[str, Any]:
+    """Nested values by dotted key, without those that change no result."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        key = f"{at}{name}"
+        if name in _WITHOUT_EFFECT or str(name).startswith("_"):
+            continue
+        found |= _flat(value, f"{key}.") if isinstance(value, Mapping) else {key: value}
+    return found
 
 
 def export(checkpoint: str, out: str, dtype: str | None = None, *, trust_remote_code: bool = False) -> Path:

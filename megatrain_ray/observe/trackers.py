@@ -54,11 +54,15 @@ class Trackers:
         if "wandb" in names:
             self._wandb = _start_wandb(config, directory, fresh=step == 0)
 
-    def publish(self, record: Mapping[str, Any]) -> None:
-        """Sends one record, if its step is one of every ``logging_steps`` or evaluated."""
-        if record["step"] % self._every and "eval_loss" not in record:
+    def publish(self, record: Mapping[str, Any], *, evaluated_later: bool = False) -> None:
+        """Sends one record, if its step is one of every ``logging_steps`` or evaluated.
+
+        ``evaluated_later``: it was sent without its evaluation, which had been left out when the run was stopped.
+        """
+        logged = record["step"] % self._every == 0
+        if not logged and "eval_loss" not in record:
             return
-        values = {f"train/{key}": record[key] for key in _TRAIN}
+        values = {} if logged and evaluated_later else {f"train/{key}": record[key] for key in _TRAIN}
         values |= {
             key.replace("eval_", "eval/"): record[key] for key in ("eval_loss", "eval_perplexity") if key in record
         }
