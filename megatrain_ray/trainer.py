@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import logging
 import math
@@ -93,7 +92,7 @@ class Trainer:
         self._saving: int | None = None
         self._saved = -1
         self._store_death: tuple[str, bool] | None = None  # in what, since the save began; whether it stalled there
-        self._interrupted: list[tuple[int, str]] = []  # saves since the last complete one: number, what the store did
+        self._interrupted: Counter[str] = Counter()  # saves since the last complete one, by what the store died in
         self._save_next = False
         self._go = threading.Event()
         self._go.set()
@@ -607,7 +606,7 @@ class Trainer:
             again: Whether the same checkpoint can be written once more.
 
         Raises:
-            TrainingError: That has happened `MAX_ATTEMPTS` times to this checkpoint, or in the same action.
+            TrainingError: That has happened `MAX_ATTEMPTS` times in the same action since the last complete one.
         """
         assert self._saving is not None
         number, self._saving = self._saving, None
@@ -629,9 +628,8 @@ class Trainer:
 
     def _note_interruption(self, number: int, *, again: bool) -> None:
         what, stalled = self._store_death or ("finish_save", False)
-        self._interrupted.append((number, what))
-        counts = Counter(itertools.chain.from_iterable(self._interrupted))
-        if max(counts.values()) >= MAX_ATTEMPTS or len(self._interrupted) >= MAX_REPLAYS:
+        self._interrupted[what] += 1
+        if self._interrupted[what] >= MAX_ATTEMPTS or self._interrupted.total() >= MAX_REPLAYS:
             self._interrupted.clear()
             raise self._pipeline.lost(Tier.STORE, f"{what} for checkpoint-{number}", stalled=stalled)
         self.tell(

@@ -40,8 +40,7 @@ MakeConfig = Callable[..., Any]
 class Killer(threading.Thread):
     """SIGKILL to a random actor at random moments, from beside the run, until it has killed often enough.
 
-    At most twice a step, and never a store that two saves in a row have lost already: a third death at the same place
-    would rightly end the run.
+    At most twice a step: a third death at the same place would rightly end the run.
     """
 
     def __init__(self, trainer: Trainer, kills: int, longest_s: float, seed: int) -> None:
@@ -60,8 +59,6 @@ class Killer(threading.Thread):
             if cluster is None or len(cluster.pids) < len(Tier) or self.in_step[self.trainer.step] == 2:
                 continue
             tier = self.random.choice(list(Tier))
-            if tier is Tier.STORE and len(self.trainer._interrupted) == 2:
-                continue
             pipeline = getattr(self.trainer, "_pipeline", None)  # comes after the actors
             in_flight = [] if pipeline is None else pipeline.in_flight()
             action = str(in_flight[0][0]) if in_flight else "between schedules"

@@ -120,6 +120,7 @@ class CpuDevice:
         self.name = torch.device("cpu")
         self._free: dict[_Extents, list[Tensor]] = defaultdict(list)
         self._busy_s = 0.0
+        self._released = 0
 
     def load(self, params: PackedLayer) -> Tensor:
         return as_tensor(params.data, getattr(torch, params.dtype))
@@ -129,6 +130,9 @@ class CpuDevice:
 
     def release(self, ticket: Tensor) -> None:
         """The caller drops its reference, and with it the object store's buffer is free."""
+        self._released += 1
+        if self._released % TRIM_EVERY == 0:
+            _C_LIBRARY.malloc_trim(0)
 
     def gradient(self, spec: LayerSpec) -> Tensor:
         free = self._free[spec.extents]
