@@ -21,7 +21,7 @@ from megatrain_ray.errors import ActorLostError, StalledError, TrainingError
 from megatrain_ray.observe.logs import Place
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, Value
 
-__all__ = ["MAX_REPLAYS", "Pipeline", "Record"]
+__all__ = ["Pipeline", "Record"]
 
 MAX_REPLAYS = 30
 """Of one schedule, wherever its actors die."""

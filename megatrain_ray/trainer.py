@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from megatrain_ray.observe.status import live_status
 from megatrain_ray.observe.step_record import StepRecords
 from megatrain_ray.observe.trace import write_trace
 from megatrain_ray.observe.trackers import Trackers
-from megatrain_ray.pipeline import MAX_REPLAYS, Pipeline, Record
+from megatrain_ray.pipeline import Pipeline, Record
 from megatrain_ray.prepare import Prepared, prepare
 from megatrain_ray.run_directory import RunDirectory, output_path, replace_text
 from megatrain_ray.schedule import UPDATES, Action, Op, Schedule, Tier, build_flush, build_import, build_step
@@ -92,7 +92,7 @@ class Trainer:
         self._saving: int | None = None
         self._saved = -1
         self._store_death: tuple[str, bool] | None = None  # in what, since the save began; whether it stalled there
-        self._interrupted: Counter[str] = Counter()  # saves since the last complete one, by what the store died in
+        self._interrupted = 0  # saves in a row, by deaths of the store
         self._save_next = False
         self._go = threading.Event()
         self._go.set()
@@ -606,7 +606,7 @@ class Trainer:
             again: Whether the same checkpoint can be written once more.
 
         Raises:
-            TrainingError: That has happened `MAX_ATTEMPTS` times in the same action since the last complete one.
+            TrainingError: That has happened `MAX_ATTEMPTS` times in a row.
         """
         assert self._saving is not None
         number, self._saving = self._saving, None
@@ -622,15 +622,14 @@ class Trainer:
             self._note_interruption(number, again=again)
             return False
         self._saved = number
-        self._interrupted.clear()
+        self._interrupted = 0
         self.tell(f"saved {path}")
         return True
 
     def _note_interruption(self, number: int, *, again: bool) -> None:
         what, stalled = self._store_death or ("finish_save", False)
-        self._interrupted[what] += 1
-        if self._interrupted[what] >= MAX_ATTEMPTS or self._interrupted.total() >= MAX_REPLAYS:
-            self._interrupted.clear()
+        self._interrupted += 1
+        if self._interrupted >= MAX_ATTEMPTS:
             raise self._pipeline.lost(Tier.STORE, f"{what} for checkpoint-{number}", stalled=stalled)
         self.tell(
             f"checkpoint-{number} was interrupted when the store died in {what}: "

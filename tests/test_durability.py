@@ -40,7 +40,7 @@ MakeConfig = Callable[..., Any]
 class Killer(threading.Thread):
     """SIGKILL to a random actor at random moments, from beside the run, until it has killed often enough.
 
-    At most twice a step: a third death at the same place would rightly end the run.
+    At most twice a step, and no store that has lost two checkpoints in a row: a third death would rightly end the run.
     """
 
     def __init__(self, trainer: Trainer, kills: int, longest_s: float, seed: int) -> None:
@@ -59,6 +59,8 @@ class Killer(threading.Thread):
             if cluster is None or len(cluster.pids) < len(Tier) or self.in_step[self.trainer.step] == 2:
                 continue
             tier = self.random.choice(list(Tier))
+            if tier is Tier.STORE and self.trainer._interrupted == 2:
+                continue
             pipeline = getattr(self.trainer, "_pipeline", None)  # comes after the actors
             in_flight = [] if pipeline is None else pipeline.in_flight()
             action = str(in_flight[0][0]) if in_flight else "between schedules"
@@ -191,7 +193,7 @@ def test_a_store_that_dies_of_every_save_ends_the_run(
     told: list[str] = []
     wrap({Tier.STORE: partial(Fatal, deaths=tmp_path / "deaths", method=method, times=5)})
     with Trainer(config, overwrite=True, tell=told.append) as trainer:
-        with pytest.raises(ActorLostError, match=rf"\(nvme_store\), {method}.* for checkpoint-\d: .* again and again"):
+        with pytest.raises(ActorLostError, match=r"\(nvme_store\), .+ for checkpoint-\d: .* again and again"):
             list(trainer.steps())
         assert read_status(trainer.run.path)["state"] == "failed"
         assert (tmp_path / "deaths").stat().st_size == 3

@@ -20,7 +20,7 @@ def real_files() -> Path:
     cache = Path(__file__).parents[2] / ".cache" / "real-files"
     data = cache / _PACKAGE.replace("==", "-") / "data"
     if not data.is_dir():
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", ":all:"]
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-binary", "llamafactory"]
         done = subprocess.run([*command, "--dest", str(cache), _PACKAGE], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         with tarfile.open(next(cache.glob("llamafactory-*.tar.gz"))) as archive:
