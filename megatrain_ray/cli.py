@@ -8,7 +8,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import FrameType
@@ -60,7 +60,7 @@ def train(
         Trainer(config, resume=resume, overwrite=overwrite, changed=changed, tell=tell) as trainer,
     ):
         tell(f"output: {trainer.run.path}")
-        signals.stop = trainer.request_stop
+        signals.attach(trainer.request_stop)
         first = last = None
         with nullcontext(lambda record: None) if quiet else _progress(trainer) as show:
             for record in trainer.steps():
@@ -323,7 +323,7 @@ class _Signals:
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.stop: Any = None
+        self._stop: Callable[[], bool] | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -335,10 +335,17 @@ class _Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
+    def attach(self, stop: Callable[[], bool]) -> None:
+        """``stop`` asks a run to end, and says whether it will complete something first."""
+        self._stop = stop
+        if self.received is not None:
+            stop()
+
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self.stop is None or self.received is not None or not self.stop():
+        again, self.received = self.received is not None, number
+        if self._stop is None or not self._stop() or again:
+            # Python drops what is raised while it runs a finalizer: then the run has been asked to stop all the same.
             raise SystemExit(128 + number)
-        self.received = number
         _tell("stopping: this step and a checkpoint are completed first; once more to leave at once")
 
 

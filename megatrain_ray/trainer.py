@@ -121,6 +121,7 @@ class Trainer:
                 self._check_model(checkpoint)
             if resume:
                 self.run.cut_after(self.step)
+            self._begun = self.step
         except BaseException:
             self.run.release()
             raise
@@ -192,7 +193,8 @@ class Trainer:
                     self._save_next = False
                     self._begin_save()
                 yield record
-            self.save_checkpoint()
+            if self.step > self._begun or not self._stop:  # stopped before its first step: there is nothing to save
+                self.save_checkpoint()
             if self._records.call_s is not None:
                 remember_call(self.run.store, self.device, self._records.call_s)
         except Exception as error:

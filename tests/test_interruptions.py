@@ -19,6 +19,7 @@ import pytest
 from transformers import LlamaConfig
 
 from megatrain_ray.checkpoint.directory import find_problem
+from megatrain_ray.cli import _Signals
 from megatrain_ray.config import load_config, with_override
 from megatrain_ray.control import NotLiveError, ask
 from megatrain_ray.direct_io import ALIGNMENT
@@ -108,6 +109,21 @@ def test_a_signal_ends_a_run_with_a_complete_checkpoint_or_none(
     assert [record["step"] for record in records(run_dir)] == list(range(1, target + 1))
     evaluated = [record["step"] for record in records(run_dir) if "eval_loss" in record]
     assert evaluated == sorted({*range(3, target + 1, 3), target})
+
+
+@pytest.mark.usefixtures("ray_instance")
+def test_a_signal_that_python_drops_ends_the_run_before_its_first_step(
+    model_dir: ModelDir, make_config: MakeConfig
+) -> None:
+    """What a signal handler raises while a finalizer runs goes nowhere."""
+    signals = _Signals()
+    with pytest.raises(SystemExit):
+        signals._handle(signal.SIGTERM, None)
+    with Trainer(make_config(model_dir("llama"))) as trainer:
+        signals.attach(trainer.request_stop)
+        assert list(trainer.steps()) == []
+        assert signals.received == signal.SIGTERM
+        assert trainer.state == "stopped" and numbers(trainer.run.path) == []
 
 
 # --- the machine, the driver
