@@ -93,7 +93,8 @@ class WandbStub(SimpleNamespace):
 
     def __init__(self, *, refuses: bool = False) -> None:
         error = type("UsageError", (Exception,), {})
-        super().__init__(errors=SimpleNamespace(Error=error), refuses=refuses, started=[], logged=[], finished=0)
+        super().__init__(errors=SimpleNamespace(Error=error), refuses=refuses, finished=0)
+        self.started, self.logged, self.axes = [], [], {}
 
     def init(self, **options: Any) -> WandbStub:
         if self.refuses:
@@ -101,8 +102,11 @@ class WandbStub(SimpleNamespace):
         self.started.append(options)
         return self
 
-    def log(self, values: dict[str, float], step: int) -> None:
-        self.logged.append((step, values))
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, float]) -> None:
+        self.logged.append(values)
 
     def finish(self) -> None:
         self.finished += 1
@@ -120,8 +124,9 @@ def test_wandb_goes_on_under_the_same_id_and_a_new_run_gets_another(
         trackers.close()
     first, resumed, other = (options["id"] for options in stub.started)
     assert first == resumed != other
-    assert [step for step, _ in stub.logged] == [1, 3, 1]
-    assert stub.logged[0][1]["train/loss"] == 1.5
+    assert [values["train/global_step"] for values in stub.logged] == [1, 3, 1]
+    assert stub.axes["*"] == "train/global_step"
+    assert stub.logged[0]["train/loss"] == 1.5
     assert {options["resume"] for options in stub.started} == {"allow"}
     assert stub.finished == 3
 

@@ -131,10 +131,7 @@ def _facts_table(data: TrainingData, facts: Preview, evaluation: Corpus | None) 
     add("format", facts.form)
     add("rows", f"{facts.num_rows:,} read, {facts.num_samples:,} {what} kept")
     if facts.truncated:
-        add(
-            "truncated",
-            f"{len(facts.truncated):,} to {data.corpus.max_length} tokens (rows {ranges(data.corpus.truncated)})",
-        )
+        add("truncated", _truncated(data.corpus))
     if facts.dropped:
         add("left out", f"{data.corpus.without_targets:,} of {facts.num_rows:,} rows")
     share = facts.targets_per_epoch / facts.tokens_per_epoch
@@ -150,8 +147,13 @@ def _facts_table(data: TrainingData, facts: Preview, evaluation: Corpus | None) 
         left = (
             f"; {evaluation.without_targets:,} of {evaluation.num_rows:,} rows left out" if evaluation.dropped else ""
         )
-        add("held out", f"{len(evaluation):,} samples, {int(evaluation.lengths().sum()):,} tokens{left}")
+        cut = f"; truncated: {_truncated(evaluation)}" if len(evaluation.truncated) else ""
+        add("held out", f"{len(evaluation):,} samples, {int(evaluation.lengths().sum()):,} tokens{left}{cut}")
     return table
+
+
+def _truncated(corpus: Corpus) -> str:
+    return f"{len(corpus.truncated):,} to {corpus.max_length} tokens (rows {ranges(corpus.truncated)})"
 
 
 def _histogram(corpus: Corpus) -> tuple[tuple[int, int, int], ...]:

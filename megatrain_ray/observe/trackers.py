@@ -16,6 +16,9 @@ __all__ = ["Trackers", "check_trackers"]
 
 _TRAIN = ("loss", "grad_norm", "learning_rate", "epoch", "tokens_per_s", "step_time_s", "device_idle_fraction")
 
+_WANDB_STEP = "train/global_step"
+"""The axis of every chart. wandb's own step only grows: it would refuse what a resumed run repeats or makes up for."""
+
 
 def check_trackers(config: Config) -> None:
     """Looks for what ``training.report_to`` needs.
@@ -71,7 +74,7 @@ class Trackers:
                 self._writer.add_scalar(name, value, record["step"])
             self._writer.flush()
         if self._wandb is not None:
-            self._wandb.log(values, step=record["step"])
+            self._wandb.log(values | {_WANDB_STEP: record["step"]})
 
     def close(self) -> None:
         """Completes what was sent."""
@@ -90,7 +93,7 @@ def _start_wandb(config: Config, directory: Path, *, fresh: bool) -> Any:
         id_file.parent.mkdir(parents=True, exist_ok=True)
         id_file.write_text(secrets.token_hex(4), encoding="ascii")
     try:
-        return wandb.init(
+        run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", "megatrain_ray"),
             name=directory.name,
             id=id_file.read_text(encoding="ascii"),
@@ -102,3 +105,6 @@ def _start_wandb(config: Config, directory: Path, *, fresh: bool) -> Any:
         raise ConfigError(
             f"training.report_to: wandb cannot start: {error}; run `wandb login`, or set WANDB_MODE=offline"
         ) from error
+    run.define_metric(_WANDB_STEP)
+    run.define_metric("*", step_metric=_WANDB_STEP)
+    return run

@@ -84,14 +84,15 @@ def test_the_print_names_rows_and_colours_targets(tmp_path: Path) -> None:
 def test_every_row_that_is_left_out_or_cut_is_named_and_so_is_its_set(tmp_path: Path) -> None:
     whole, cut, empty = ({"messages": messages} for messages in (chat("a", "b"), chat("a", "d" * 90), []))
     path = write_jsonl(tmp_path / "a.jsonl", [whole, *[cut] * 9, *[empty] * 6, whole, empty])
-    held_out = write_jsonl(tmp_path / "b.jsonl", [whole, *[empty] * 2])
+    held_out = write_jsonl(tmp_path / "b.jsonl", [whole, *[empty] * 2, cut])
     training, evaluation = (load(one, shared_tokenizer(), data={"max_length": 100}) for one in (path, held_out))
     text = printed(training, evaluation=evaluation.corpus)
     places = ", ".join(f"{path}:{line}" for line in range(11, 16))
     for expected in (
         "9 to 100 tokens (rows 1-9)",
         f"left out: 7 x no messages ({places} and 2 more); rows 10-15, 17",
-        f"1 samples, {evaluation.corpus.lengths().sum()} tokens; 2 of 3 rows left out",
+        f"2 samples, {evaluation.corpus.lengths().sum()} tokens; 2 of 4 rows left out",
+        "; truncated: 1 to 100 tokens (rows 3)",
         f"left out of the held-out data: 2 x no messages ({held_out}:2, {held_out}:3)",
     ):
         assert expected in text
