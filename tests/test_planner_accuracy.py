@@ -175,9 +175,10 @@ def run(
     after = measure_speeds(directory, "cpu") if case.timed else Speeds()
     measured: dict[str, Any] = {**records[-1]["peak_bytes"], "object_store": object_store, "nvme": watch.disk_bytes}
     measured["total_ram"] = watch.peak_bytes + object_store + arena
-    # The first step has no update before it, those after a save write the checkpoint.
+    # A step in the middle of a run is predicted: earlier ones touch memory for the first time, and those after a save
+    # write the checkpoint.
     every = case.save_steps or len(records) + 1
-    plain = [record["step_time_s"] for record in records[1:] if (record["step"] - 1) % every]
+    plain = [record["step_time_s"] for record in records[len(records) // 2 :] if (record["step"] - 1) % every]
     assert plan.time is not None
     planned = {**plan.peak_bytes, "step_s": plan.time.step_s, "flops": before.float32_flops_per_s}
     return planned, {**measured, "step_s": statistics.median(plain), "flops": after.float32_flops_per_s}
@@ -291,7 +292,7 @@ LLAMA_97M = {"layers": 12, "width": 768, "inner": 2048, "vocabulary": 16000, "to
 )
 def test_peaks_within_ten_percent_and_steps_within_a_quarter(case: Case, tmp_path: Path) -> None:
     for attempt in range(4):
-        planned, measured = measure(dataclasses.replace(case, max_steps=8, timed=True), tmp_path / str(attempt))
+        planned, measured = measure(dataclasses.replace(case, max_steps=16, timed=True), tmp_path / str(attempt))
         table = show(planned, measured)
         print(table)
         # A step is predicted for the machine as it was measured: again, if it is another one after the run.
