@@ -138,7 +138,9 @@ def test_killed_equals_not_killed(
     assert soak(config, paged, kills=4, spill=spill)
 
 
-def test_a_crash_that_repeats_ends_the_run(model_dir: ModelDir, make_config: MakeConfig) -> None:
+def test_a_crash_that_repeats_ends_the_run(
+    model_dir: ModelDir, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = make_config(model_dir("llama"), training__max_steps=4, training__save_steps=1)
     told: list[str] = []
     with Trainer(config, overwrite=True, tell=told.append) as trainer:
@@ -146,7 +148,7 @@ def test_a_crash_that_repeats_ends_the_run(model_dir: ModelDir, make_config: Mak
             for record in trainer.steps():
                 if record["step"] == 2:
                     assert trainer._cluster is not None
-                    trainer._cluster.call = poisoned(trainer._cluster)  # type: ignore[method-assign]
+                    monkeypatch.setattr(trainer._cluster, "call", poisoned(trainer._cluster))
         assert read_status(trainer.run.path)["state"] == "failed"
     # What was on its way when it died may be seen as the place, too.
     assert 3 <= sum("died" in message for message in told) <= 6
@@ -232,7 +234,9 @@ def poisoned(cluster: Any) -> Any:
     return poisoned_call
 
 
-def test_a_stopped_actor_is_noticed_named_and_replaced(model_dir: ModelDir, make_config: MakeConfig) -> None:
+def test_a_stopped_actor_is_noticed_named_and_replaced(
+    model_dir: ModelDir, make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each of them in turn, in a step and, the store, where a checkpoint begins."""
     config = make_config(model_dir("llama"), training__max_steps=7, training__save_steps=6, tiers__deadline_s=8)
     told: list[str] = []
@@ -249,7 +253,7 @@ def test_a_stopped_actor_is_noticed_named_and_replaced(model_dir: ModelDir, make
             assert trainer._cluster is not None
             return trainer._cluster.pids
 
-        trainer._begin_save = begin_save_stopped  # type: ignore[method-assign]
+        monkeypatch.setattr(trainer, "_begin_save", begin_save_stopped)
         records = []
         for record in trainer.steps():
             records.append(record)

@@ -347,10 +347,11 @@ class ToyModel(nn.Module):
         self.habit = habit
         self.embed = nn.Embedding(11, 8)
         self.scale = nn.Linear(8, 8)
-        self.layers = nn.ModuleList([ToyLayer() for _ in range(3)])
-        self.head = nn.Linear(8, 11)
+        layers = [ToyLayer() for _ in range(3)]
         if habit == "shared":
-            self.layers[1].linear.weight = self.layers[0].linear.weight  # type: ignore[union-attr, assignment]
+            layers[1].linear.weight = layers[0].linear.weight
+        self.layers = nn.ModuleList(layers)
+        self.head = nn.Linear(8, 11)
 
     def forward(self, input_ids: Tensor, use_cache: bool, return_dict: bool) -> Any:
         hidden = self.embed(input_ids)
