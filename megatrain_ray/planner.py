@@ -7,19 +7,21 @@ fit at all is refused before anything is written, with the numbers and the small
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from itertools import chain, combinations
 from typing import Any
 
 from megatrain_ray.config import Config
 from megatrain_ray.errors import PlanError
-from megatrain_ray.layout import ITEMSIZE, LayerSpec
+from megatrain_ray.layout import LayerSpec
 from megatrain_ray.machine import Machine
 from megatrain_ray.packed import STATE
 from megatrain_ray.schedule import StepShape, build_step
 from megatrain_ray.tier_memory import MIB, TierMemory, Workload
-from megatrain_ray.timing import StepCost, StepTime, Timing, nvme_bytes
+from megatrain_ray.timing import StepTime, Timing, nvme_bytes
 
 __all__ = ["NEW_RUN", "Plan", "Progress", "loss_chunk_tokens", "make_plan"]
 
@@ -34,6 +36,9 @@ MINIMUM_STORE_BYTES = 80 * MIB
 
 WORTH = 0.98
 """More memory is used only where it makes the step at least 2% shorter."""
+
+_FREE = ("placement", "prefetch_depth", "recompute", "object_store_memory")
+"""Settings of ``tiers`` that are the plan's to choose when they are ``auto``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +151,7 @@ def make_plan(
     *,
     compute_dtype: str,
     chunk_tokens: int,
-    workload: Workload,
+    workload: Callable[[Config], Workload],
     machine: Machine,
     progress: Progress = NEW_RUN,
 ) -> Plan:
@@ -158,12 +163,13 @@ def make_plan(
         head_reads: Layers whose weights the head uses.
         compute_dtype: Of the weights on the device.
         chunk_tokens: See `loss_chunk_tokens`.
-        workload: Of a step.
+        workload: Of a step; called again with configurations that might fit where this one does not.
         machine: That it runs on.
         progress: Of the run.
 
     Raises:
-        PlanError: It does not fit; the message says what is needed, what there is, and the smallest change that helps.
+        PlanError: It does not fit; the message says what is needed, what there is, and the smallest change with which
+            this function has a plan.
     """
     return _Planner(config, layers, head_reads, compute_dtype, chunk_tokens, workload, machine, progress).run()
 
@@ -187,7 +193,7 @@ class _Planner:
     head_reads: tuple[int, ...]
     compute_dtype: str
     chunk_tokens: int
-    workload: Workload
+    workload_of: Callable[[Config], Workload]
     machine: Machine
     progress: Progress
     seen: dict[_Choice, Plan] = field(default_factory=dict)
@@ -196,22 +202,34 @@ class _Planner:
     # --- deciding -------------------------------------------------------------------------------------------------
 
     def run(self) -> Plan:
-        start = _Choice(
-            prefetch_depth=1 if self.config.tiers.prefetch_depth == "auto" else self.config.tiers.prefetch_depth,
-            keep_graph=self._asked_keep_graph,
-        )
-        if not self._fits_device(start):
-            start = replace(start, offload_inputs=True)
-        fitting = [choice for choice in self._placements(start) if self._fits_ram(choice)]
-        if not fitting:
-            self._refuse_ram(start)
-        choice = min(fitting, key=self._seconds)
+        choice = min(self._possible(), key=self._seconds, default=None)
+        if choice is None:
+            raise PlanError(self._refusal())
         for depth in (2, 3) if self.config.tiers.prefetch_depth == "auto" else ():
             choice = self._better(choice, replace(choice, prefetch_depth=depth))
         if self.config.tiers.recompute == "auto":
             choice = self._better(choice, replace(choice, keep_graph=self._most_kept(choice)))
-        self._check(choice)
         return self._timed(self._plan(choice))
+
+    @cached_property
+    def workload(self) -> Workload:
+        return self.workload_of(self.config)
+
+    def _possible(self) -> Iterator[_Choice]:
+        """What fits with the first prefetch depth with which anything does."""
+        for start in self._starts():
+            fitting = (choice for choice in self._placements(start) if self._fits(choice))
+            first = next(fitting, None)
+            if first is not None:
+                yield first
+                yield from fitting
+                return
+
+    def _starts(self) -> Iterator[_Choice]:
+        wanted = self.config.tiers.prefetch_depth
+        for depth in (1, 0) if wanted == "auto" else (wanted,):
+            start = _Choice(prefetch_depth=depth, keep_graph=self._asked_keep_graph)
+            yield start if self._fits_device(start) else replace(start, offload_inputs=True)
 
     def _placements(self, start: _Choice) -> Iterator[_Choice]:
         """For each treatment of weights and gradients: as few layers in the store as fit."""
@@ -232,13 +250,13 @@ class _Planner:
         return ((True, False), (False, False), (True, True), (False, True))
 
     def _fewest_paged(self, base: _Choice) -> _Choice:
-        """More in the store needs less RAM, nearly in proportion: the next to try is where a line meets the limit."""
+        """More in the store needs less memory, nearly in proportion: the next try is where a line meets the limit."""
 
         def paged(num_paged: int) -> _Choice:
             return replace(base, num_paged=num_paged)
 
         def over(num_paged: int) -> int:
-            return self._plan(paged(num_paged)).peak_bytes["total_ram"] - self._limits["total_ram"]
+            return max(self._over(paged(num_paged)).values())
 
         high = len(self._paging_order)
         low = bisect.bisect_left(range(high), True, key=lambda num_paged: self._may_fit_ram(paged(num_paged)))
@@ -262,7 +280,7 @@ class _Planner:
         while low < high:
             middle = (low + high + 1) // 2
             more = replace(choice, keep_graph=middle)
-            if self._fits_device(more) and self._fits_ram(more):
+            if self._fits(more):
                 low = middle
             else:
                 high = middle - 1
@@ -270,8 +288,7 @@ class _Planner:
 
     def _better(self, present: _Choice, other: _Choice) -> _Choice:
         """The other if it fits and is worth its memory."""
-        fits = self._fits_device(other) and self._fits_ram(other)
-        return other if fits and self._seconds(other) < WORTH * self._seconds(present) else present
+        return other if self._fits(other) and self._seconds(other) < WORTH * self._seconds(present) else present
 
     @property
     def _deferred(self) -> bool:
@@ -418,17 +435,36 @@ class _Planner:
 
     @cached_property
     def _limits(self) -> dict[str, int]:
-        tiers, machine = self.config.tiers, self.machine
-        ram = tiers.host_memory if tiers.host_memory != "auto" else int(machine.host_memory_bytes * SPARE_SHARE)
+        machine = self.machine
+        ram = self._asked_limit("host_memory") or int(machine.host_memory_bytes * SPARE_SHARE)
         limits = {"total_ram": ram, "object_store": machine.shared_memory_bytes, "disk": machine.disk_free_bytes}
         if machine.device_memory_bytes is not None:
-            limits["device"] = machine.device_memory_bytes if tiers.device_memory == "auto" else tiers.device_memory
+            limits["device"] = self._asked_limit("device_memory") or machine.device_memory_bytes
         if machine.output_free_bytes is not None:
             limits["output_disk"] = machine.output_free_bytes
         return limits
 
-    def _fits_ram(self, choice: _Choice) -> bool:
-        return self._may_fit_ram(choice) and self._plan(choice).peak_bytes["total_ram"] <= self._limits["total_ram"]
+    def _asked_limit(self, key: str) -> int | None:
+        """The configuration's, where it is below what the machine has."""
+        asked, there = getattr(self.config.tiers, key), getattr(self.machine, f"{key}_bytes")
+        return asked if asked != "auto" and there is not None and asked <= there else None
+
+    def _fits(self, choice: _Choice) -> bool:
+        return (
+            self._fits_device(choice)
+            and self._may_fit_ram(choice)
+            and max(self._over(choice).values()) <= 0
+            and self._disk_problem(self._plan(choice)) is None
+        )
+
+    def _over(self, choice: _Choice) -> dict[str, int]:
+        """Bytes beyond the limits of host memory and of the object store: at most 0 where it fits."""
+        plan, limits = self._plan(choice), self._limits
+        size, peak = plan.object_store_bytes, plan.peak_bytes
+        return {
+            "total_ram": peak["total_ram"] - limits["total_ram"],
+            "object_store": max(size - limits["object_store"], peak["object_store"] - size),
+        }
 
     def _may_fit_ram(self, choice: _Choice) -> bool:
         """False where what is in the object store for certain is too much: quick, since no schedule is built."""
@@ -451,109 +487,106 @@ class _Planner:
         device = self._device_bytes(choice)
         return device is None or device <= self._limits["device"]
 
-    def _refuse_ram(self, start: _Choice) -> None:
-        everything = replace(start, num_paged=len(self._paging_order))
-        plans = [self._plan(choice) for choice in self._placements(start)]
-        best = min(plans, key=lambda plan: plan.peak_bytes["total_ram"])
-        tiers = ("driver", "nvme_store", "cpu_optimizer", "gpu_worker", "object_store", "ray")
-        source = "tiers.host_memory" if self.config.tiers.host_memory != "auto" else self.machine.host_memory_source
-        paged = min(
-            (
-                self._plan(replace(everything, retain_params=retain, spill_grads=spill))
-                for retain, spill in self._treatments
-            ),
-            key=lambda plan: plan.peak_bytes["total_ram"],
-        )
-        message = (
-            f"the run needs {_size(best.peak_bytes['total_ram'])} of memory and may use "
-            f"{_size(self._limits['total_ram'])} ({source}): "
-            + ", ".join(f"{name} {_size(best.peak_bytes[name])}" for name in tiers)
-        )
-        if paged.peak_bytes["total_ram"] <= self._limits["total_ram"]:
-            raise PlanError(
-                f"{message}; set tiers.placement: nvme, with which it needs {_size(paged.peak_bytes['total_ram'])}"
-            )
-        change = self._smaller(lambda planner: planner._least_ram() <= planner._limits["total_ram"])
-        more = _size(int(paged.peak_bytes["total_ram"] / SPARE_SHARE))
-        raise PlanError(f"{message}; {change}, or give it {more} of memory")
+    # --- refusing -------------------------------------------------------------------------------------------------
 
-    def _least_ram(self) -> int:
-        everything = _Choice(num_paged=len(self._paging_order), prefetch_depth=0, offload_inputs=False)
-        return min(
-            self._plan(replace(everything, retain_params=retain, spill_grads=spill)).peak_bytes["total_ram"]
-            for retain, spill in self._treatments
+    def _refusal(self) -> str:
+        """What is needed and what there is; the smallest change of the run that helps, and what more of it would."""
+        start = next(self._starts())
+        if not self._fits_device(start):
+            needed = self._device_bytes(start) or 0
+            lacks = [f"the device needs {_size(needed)} and may use {_size(self._limits['device'])}"]
+            helps = []
+            if self._asked_limit("device_memory") and needed <= (self.machine.device_memory_bytes or 0):
+                helps = [f"raise tiers.device_memory to {_room(needed)}"]
+        else:
+            choices = [choice for start in self._starts() for choice in self._placements(start)]
+            closest = min(choices, key=lambda choice: sum(max(over, 0) for over in self._over(choice).values()))
+            lacks, helps = self._missing_memory(closest)
+            if not lacks:
+                problem = self._disk_problem(self._plan(closest))
+                assert problem is not None, "it fits"
+                return problem
+        changes = self._smallest_change()
+        advice = [
+            *(["set " + ", ".join(f"{key}: {value}" for key, value in changes.items())] if changes else []),
+            *([" and ".join(helps)] if helps else []),
+        ]
+        return f"{', and '.join(lacks)}: " + (
+            ", or ".join(advice) or "no smaller batch helps: its layers are too large"
         )
 
-    def _smaller(self, fits: Callable[[_Planner], bool]) -> str:
-        """The smallest cut of a step that helps: fewer micro-batches, else fewer rows, else shorter ones."""
-        training = self.config.training
-        rows, micro_batches = training.per_device_train_batch_size, training.gradient_accumulation_steps
-        divisors = (2, 4, 8, 16, 32, 64)
-        for divisor in divisors:
-            if divisor <= micro_batches and fits(self._scaled(1, micro_batches // divisor)):
-                return f"lower training.gradient_accumulation_steps from {micro_batches} to {micro_batches // divisor}"
-        for divisor in divisors:
-            if divisor <= rows and fits(self._scaled(divisor, micro_batches)):
-                return f"lower training.per_device_train_batch_size from {rows} to {rows // divisor}"
-        for divisor in divisors:
-            length = self.config.data.max_length // divisor
-            if fits(self._scaled(rows * divisor, 1)):
-                return (
-                    "set training.gradient_accumulation_steps: 1, training.per_device_train_batch_size: 1 and "
-                    f"data.max_length: {length}"
-                )
-        return "smaller batches do not help: its layers are too large"
-
-    def _scaled(self, divisor: int, micro_batches: int) -> _Planner:
-        """The same with fewer tokens in a micro-batch: weights' gradients and a chunk of logits stay what they are."""
-        evaluation = self.workload.evaluation
-        workload = replace(
-            self.workload,
-            cost=self._scaled_cost(self.workload.cost, divisor),
-            micro_batches=micro_batches,
-            evaluation=None if evaluation is None else self._scaled_cost(evaluation, divisor),
-        )
-        return replace(self, workload=workload, seen={})
-
-    def _scaled_cost(self, cost: StepCost, divisor: int) -> StepCost:
-        itemsize = ITEMSIZE[self.compute_dtype]
-        layers = []
-        for spec, layer in zip(self.layers, cost.layers, strict=True):
-            fixed = max((tensor.numel * itemsize for tensor in spec.tensors), default=0)
-            if spec.index == len(self.layers) - 1:
-                fixed = layer.backward_bytes - 3 * cost.hidden_bytes
-            scaled = (layer.backward_bytes - fixed) // divisor + fixed
-            layers.append(replace(
-                layer, forward_bytes=min(layer.forward_bytes // divisor, scaled),
-                graph_bytes=layer.graph_bytes // divisor, backward_bytes=scaled,
-            ))  # fmt: skip
-        return StepCost(tuple(layers), cost.hidden_bytes // divisor, cost.prologue_bytes // divisor)
-
-    def _check(self, choice: _Choice) -> None:
-        """Limits other than host memory."""
-        plan = self._plan(choice)
-        object_store = plan.object_store_bytes
-        if object_store < plan.peak_bytes["object_store"]:
-            raise PlanError(
-                f"tiers.object_store_memory is {_size(object_store)}; the run needs "
-                f"{_size(plan.peak_bytes['object_store'])}"
+    def _missing_memory(self, choice: _Choice) -> tuple[list[str], list[str]]:
+        """(What is short, what to do about it)."""
+        plan, over, limits = self._plan(choice), self._over(choice), self._limits
+        lacks, helps = [], []
+        if over["total_ram"] > 0:
+            needed, limited = plan.peak_bytes["total_ram"], self._asked_limit("host_memory")
+            source = "tiers.host_memory" if limited else self.machine.host_memory_source
+            tiers = ("driver", "nvme_store", "cpu_optimizer", "gpu_worker", "object_store", "ray")
+            parts = ", ".join(f"{name} {_size(plan.peak_bytes[name])}" for name in tiers)
+            lacks.append(
+                f"the run needs {_size(needed)} of memory ({parts}) and may use {_size(limits['total_ram'])} ({source})"
             )
-        if object_store > self._limits["object_store"]:
-            raise PlanError(
-                f"the object store needs {_size(object_store)} of /dev/shm, which has "
-                f"{_size(self._limits['object_store'])}: enlarge it (docker run --shm-size, mount -o remount,size=), "
-                "or set tiers.placement: nvme"
+            helps.append(
+                f"raise tiers.host_memory to {_room(needed)}"
+                if limited and needed <= self.machine.host_memory_bytes
+                else f"give it {_room(needed / SPARE_SHARE)} of memory"
             )
-        if not self._is_complete:  # a run that is writes nothing
-            self._check_disk(plan)
-        if not self._fits_device(choice):
-            change = self._smaller(lambda planner: planner._fits_device(_Choice(offload_inputs=True)))
-            raise PlanError(
-                f"the device needs {_size(plan.peak_bytes['device'])} and has {_size(self._limits['device'])}: {change}"
-            )
+        size, needed, there = plan.object_store_bytes, plan.peak_bytes["object_store"], limits["object_store"]
+        if size < needed:
+            lacks.append(f"tiers.object_store_memory is {_size(size)}, and the run needs {_size(needed)}")
+        if size > there:
+            lacks.append(f"the object store needs {_size(size)} of /dev/shm, which has {_size(there)}")
+            helps.append(f"enlarge /dev/shm to {_room(size)} (docker run --shm-size, mount -o remount,size=)")
+        return lacks, helps
 
-    def _check_disk(self, plan: Plan) -> None:
-        """Store and checkpoints add up where they share a disk."""
+    def _smallest_change(self) -> dict[str, Any] | None:
+        """Of settings that ask for more than they must; else fewer micro-batches, fewer rows, or shorter ones."""
+        training, max_length = self.config.training, self.config.data.max_length
+        micro_batches, rows = "training.gradient_accumulation_steps", "training.per_device_train_batch_size"
+        asked = [f"tiers.{key}" for key in _FREE if getattr(self.config.tiers, key) != "auto"]
+        settings = chain.from_iterable(combinations(asked, count + 1) for count in range(len(asked)))
+        batches: list[list[dict[str, Any]]] = [
+            [{micro_batches: count} for count in range(1, training.gradient_accumulation_steps)],
+            [{rows: count} for count in range(1, training.per_device_train_batch_size)],
+            [
+                {micro_batches: 1, rows: 1, "data.max_length": length}
+                for length in (*range(64, max_length, 64), max_length)
+            ],
+        ]
+        tried: list[list[dict[str, Any]]] = [[dict.fromkeys(keys, "auto")] for keys in settings]
+        for rising in batches:
+            tried.append(rising)
+            if asked:
+                tried.append([{**dict.fromkeys(asked, "auto"), **changes} for changes in rising])
+        for rising in tried:
+            count = bisect.bisect_left(rising, True, key=lambda changes: not any(self._changed(changes)._possible()))
+            if count:
+                before = self._settings(rising[count - 1])
+                return {key: value for key, value in rising[count - 1].items() if value != before[key]}
+        return None
+
+    def _settings(self, keys: Iterable[str]) -> dict[str, Any]:
+        """Present values of ``section.key``."""
+        return {
+            key: getattr(getattr(self.config, section), name)
+            for key in keys
+            for section, _, name in [key.partition(".")]
+        }
+
+    def _changed(self, changes: dict[str, Any]) -> _Planner:
+        """The planner of a configuration with ``section.key`` changed; what a schedule needs stays known."""
+        config = self.config
+        for key, value in changes.items():
+            section, _, name = key.partition(".")
+            changed = getattr(config, section).model_copy(update={name: value})
+            config = config.model_copy(update={section: changed})
+        return replace(self, config=config, seen={})
+
+    def _disk_problem(self, plan: Plan) -> str | None:
+        """Store and checkpoints add up where they share a disk; a run that is complete writes nothing."""
+        if self._is_complete:
+            return None
         output_dir, limits = self.config.training.output_dir, self._limits
         store_dir = self.config.tiers.nvme_dir or f"{output_dir}/store"
         checkpoints = plan.disk_bytes - plan.store_bytes
@@ -564,23 +597,28 @@ class _Planner:
             f"{_size(plan.checkpoint_bytes)}, the one being written included)"
         )
         if "output_disk" in limits:
-            self._check_room(store, plan.store_bytes, plan.store_bytes, limits["disk"], "tiers.nvme_dir")
-            self._check_room(writes, checkpoints, fewer, limits["output_disk"], "training.output_dir")
-        else:
-            keys = "tiers.nvme_dir or training.output_dir"
-            least = plan.store_bytes + fewer
-            self._check_room(f"{store}, {writes}", plan.disk_bytes, least, limits["disk"], keys)
+            return _no_room(store, plan.store_bytes, plan.store_bytes, limits["disk"], "tiers.nvme_dir") or _no_room(
+                writes, checkpoints, fewer, limits["output_disk"], "training.output_dir"
+            )
+        keys = "tiers.nvme_dir or training.output_dir"
+        return _no_room(f"{store}, {writes}", plan.disk_bytes, plan.store_bytes + fewer, limits["disk"], keys)
 
-    def _check_room(self, what: str, needed: int, least: int, free: int, keys: str) -> None:
-        """Raises unless it is there; ``least`` is needed when one checkpoint is kept."""
-        if needed <= free:
-            return
-        helps = (
-            f"set training.save_total_limit: 1, with which it takes {_size(least)}"
-            if least <= free
-            else f"free {_size(needed - free)} there, or set {keys} to a larger disk"
-        )
-        raise PlanError(f"no space on disk: {what}; {_size(free)} are free: {helps}")
+
+def _no_room(what: str, needed: int, least: int, free: int, keys: str) -> str | None:
+    """The problem, if there is one; ``least`` is needed when one checkpoint is kept."""
+    if needed <= free:
+        return None
+    helps = (
+        f"set training.save_total_limit: 1, with which it takes {_size(least)}"
+        if least <= free
+        else f"free {_size(needed - free)} there, or set {keys} to a larger disk"
+    )
+    return f"no space on disk: {what}; {_size(free)} are free: {helps}"
+
+
+def _room(nbytes: float) -> str:
+    """Rounded up, as a configuration and other commands take it."""
+    return f"{math.ceil(nbytes / MIB)}MiB"
 
 
 def _size(nbytes: int) -> str:

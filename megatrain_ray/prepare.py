@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from megatrain_ray.skeleton import read_model_config
 from megatrain_ray.speeds import known_speeds, measure_speeds
 from megatrain_ray.start import ModelRecipe, StartPoint
 from megatrain_ray.tier_memory import Workload
+from megatrain_ray.timing import StepCost
 
 __all__ = ["Prepared", "plan_elsewhere", "plan_here", "prepare", "prepare_data", "usable_device"]
 
@@ -117,9 +118,8 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None, step: i
     machine = replace(machine, disk_free_bytes=machine.disk_free_bytes + run.stored_bytes())
     complete = [found for found in list_checkpoints(run.path) if found.problem is None]
     progress = Progress(step, data.total_steps, len(complete))
-    rows = config.training.per_device_train_batch_size
-    evaluated = None if evaluation is None else (min(rows, len(evaluation)), int(evaluation.lengths().max()))
-    plan = _plan(config, recipe, model, dtype, (rows, data.max_row_tokens), evaluated, machine, progress)
+    evaluated = None if evaluation is None else (len(evaluation), int(evaluation.lengths().max()))
+    plan = _plan(config, recipe, model, dtype, data.max_row_tokens, evaluated, machine, progress)
     save_spec = describe_saving(
         model,
         str(directory),
@@ -177,9 +177,9 @@ def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerS
         machine = replace(machine, device_memory_bytes=None)
     device = "cpu" if machine.device_memory_bytes is None else "cuda:0"
     dtype = _compute_dtype(config, model_config, device)
-    batch = (config.training.per_device_train_batch_size, config.data.max_length)
-    evaluated = None if config.data.eval_path is None else batch
-    return _plan(config, recipe, model, dtype, batch, evaluated, machine, NEW_RUN), model.layers
+    row_tokens = config.data.max_length
+    evaluated = None if config.data.eval_path is None else (config.training.per_device_train_batch_size, row_tokens)
+    return _plan(config, recipe, model, dtype, row_tokens, evaluated, machine, NEW_RUN), model.layers
 
 
 def _checked_model(config: Config) -> tuple[Path, Any, ModelRecipe, StreamModel]:
@@ -205,32 +205,41 @@ def _plan(
     recipe: ModelRecipe,
     model: StreamModel,
     dtype: str,
-    batch: tuple[int, int],
+    row_tokens: int,
     evaluated: tuple[int, int] | None,
     machine: Machine,
     progress: Progress,
 ) -> Plan:
-    """The plan for micro-batches and batches of held-out data of these shapes: rows, and tokens in each."""
+    """The plan for rows of so many tokens; ``evaluated``: held-out rows that there are, and tokens of the longest."""
     chunk_tokens = loss_chunk_tokens(config, model.vocab_size)
-    costs = {
-        shape: measure_cost(
+
+    @cache
+    def cost(rows: int, row_tokens: int) -> StepCost:
+        return measure_cost(
             model,
             recipe.build_first,
             dtype,
-            rows=shape[0],
-            row_tokens=shape[1],
+            rows=rows,
+            row_tokens=row_tokens,
             chunk_tokens=chunk_tokens,
             on_cpu=machine.device_memory_bytes is None,
         )
-        for shape in {batch, evaluated or batch}
-    }
-    workload = Workload(
-        tokens=math.prod(batch),
-        micro_batches=config.training.gradient_accumulation_steps,
-        cost=costs[batch],
-        driver_bytes=private_bytes(),
-        evaluation=None if evaluated is None else costs[evaluated],
-    )
+
+    def workload(config: Config) -> Workload:
+        training, most_tokens = config.training, config.data.max_length
+        rows, tokens = training.per_device_train_batch_size, min(row_tokens, most_tokens)
+        held_out = None
+        if evaluated is not None:
+            held_out = cost(min(rows, evaluated[0]), min(evaluated[1], most_tokens))
+        return Workload(
+            tokens=rows * tokens,
+            micro_batches=training.gradient_accumulation_steps,
+            cost=cost(rows, tokens),
+            driver_bytes=driver_bytes,
+            evaluation=held_out,
+        )
+
+    driver_bytes = private_bytes()
     return make_plan(
         config,
         model.layers,

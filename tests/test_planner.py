@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from megatrain_ray import planner, tier_memory
 from megatrain_ray.config import Config
@@ -16,6 +19,7 @@ from megatrain_ray.errors import ConfigError, MegatrainError, PlanError
 from megatrain_ray.layout import LayerSpec, pack_layer
 from megatrain_ray.machine import Machine, Speeds
 from megatrain_ray.machine_file import load_machine
+from megatrain_ray.observe.plan_table import print_plan
 from megatrain_ray.planner import NEW_RUN, Plan, Progress, make_plan
 from megatrain_ray.schedule import Op, StepShape, build_step
 from megatrain_ray.speeds import measure_speeds
@@ -59,6 +63,30 @@ MACHINE = Machine(
 )
 
 
+def workload_of(cost: StepCost, evaluation: StepCost | None = None) -> Callable[[Config], Workload]:
+    """``cost`` is that of 8 rows of 1,024 tokens; fewer or shorter ones, held-out ones too, cost less in proportion."""
+
+    def scaled(cost: StepCost, share: float) -> StepCost:
+        layers = tuple(
+            dataclasses.replace(
+                layer, forward_bytes=int(layer.forward_bytes * share), graph_bytes=int(layer.graph_bytes * share),
+                backward_bytes=int(layer.backward_bytes * share),
+            )
+            for layer in cost.layers
+        )  # fmt: skip
+        return StepCost(layers, int(cost.hidden_bytes * share), int(cost.prologue_bytes * share))
+
+    def workload(config: Config) -> Workload:
+        rows, tokens = config.training.per_device_train_batch_size, min(config.data.max_length, 1024)
+        share = rows * tokens / (8 * 1024)
+        return Workload(
+            rows * tokens, config.training.gradient_accumulation_steps, scaled(cost, share), 300 * MIB,
+            None if evaluation is None else scaled(evaluation, share),
+        )  # fmt: skip
+
+    return workload
+
+
 def configuration(micro_batches: int = 2, **changes: Any) -> Config:
     """Keyword arguments are ``section__key``."""
     values: dict[str, dict[str, Any]] = {
@@ -93,7 +121,7 @@ def plan(
         (depth + 1,),
         compute_dtype=dtype,
         chunk_tokens=64,
-        workload=Workload(8 * 1024, micro_batches, cost, 300 * MIB, evaluation),
+        workload=workload_of(cost, evaluation),
         machine=machine,
         progress=progress,
     )
@@ -150,22 +178,110 @@ def test_as_few_layers_are_paged_as_must_be_and_small_ones_first() -> None:
     assert counts[0] == 0 < counts[1] < counts[2] < counts[3] < depth, counts
 
 
-def test_what_does_not_fit_is_refused_with_the_numbers_and_the_smallest_change() -> None:
-    with pytest.raises(PlanError, match=r"needs .* GiB of memory and may use 512\.0 MiB|may use 0\.50 GiB"):
+def smallest(**changes: Any) -> Machine:
+    """With as much memory as a refusal asks for."""
+    with pytest.raises(PlanError) as refused:
+        plan(with_ram(512 * MIB), **changes)
+    asked = re.search(r"give it (\d+)MiB of memory", str(refused.value))
+    assert asked
+    return dataclasses.replace(MACHINE, host_memory_bytes=int(asked[1]) * MIB)
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers() -> None:
+    with pytest.raises(PlanError, match=r"needs .* GiB of memory \(.*\) and may use 0\.50 GiB \(the test\)"):
         plan(with_ram(512 * MIB))
-    least = plan(tiers__placement="nvme", micro_batches=8).peak_bytes["total_ram"]
-    with pytest.raises(PlanError, match=r"lower training\.gradient_accumulation_steps from 8 to 4"):
-        plan(with_ram(least - 300 * MIB), micro_batches=8)
-    with pytest.raises(PlanError, match=r"set tiers\.placement: nvme, with which it needs"):
-        plan(with_ram(plan(tiers__placement="ram").peak_bytes["total_ram"] - 50 * MIB), tiers__placement="ram")
     full = plan()
     room = full.disk_bytes - full.checkpoint_bytes
     with pytest.raises(PlanError, match="save_total_limit: 1"):
         plan(dataclasses.replace(MACHINE, disk_free_bytes=room))
     with pytest.raises(PlanError, match=r"free .* there"):
         plan(dataclasses.replace(MACHINE, disk_free_bytes=GIB // 4))
-    with pytest.raises(PlanError, match="/dev/shm"):
+    with pytest.raises(PlanError, match=r"needs .* of /dev/shm, which has 64\.0 MiB.*enlarge /dev/shm to \d+MiB"):
         plan(dataclasses.replace(MACHINE, shared_memory_bytes=64 * MIB))
+
+
+DEVICE = dataclasses.replace(MACHINE, device_memory_bytes=3 * GIB, speeds=Speeds(link_bytes_per_s=20e9))
+ONES = r"training\.gradient_accumulation_steps: 1, training\.per_device_train_batch_size: 1"
+REFUSED: dict[str, tuple[Machine, dict[str, Any], str]] = {
+    "micro-batches": (with_ram(4000 * MIB), {"micro_batches": 8}, r"training\.gradient_accumulation_steps: [2-7]\b"),
+    "rows": (with_ram(2300 * MIB), {}, r"training\.per_device_train_batch_size: [2-7]\b"),
+    "length": (with_ram(1850 * MIB), {}, rf"{ONES}, data\.max_length: \d+"),
+    "placement": (with_ram(2960 * MIB), {"tiers__placement": "ram"}, r"tiers\.placement: auto"),
+    "prefetch depth": (
+        with_ram(3000 * MIB),
+        {"tiers__placement": "nvme", "tiers__prefetch_depth": 6},
+        r"tiers\.prefetch_depth: auto",
+    ),
+    "recompute": (with_ram(4000 * MIB), {"tiers__recompute": 0}, r"tiers\.recompute: auto"),
+    "object store": (MACHINE, {"tiers__object_store_memory": "40MiB"}, r"tiers\.object_store_memory: auto"),
+    "two settings": (
+        with_ram(3000 * MIB),
+        {"tiers__placement": "ram", "tiers__recompute": 0},
+        r"tiers\.placement: auto, tiers\.recompute: auto",
+    ),
+    "settings and micro-batches": (
+        with_ram(3000 * MIB),
+        {"tiers__placement": "ram", "tiers__recompute": 0, "micro_batches": 8},
+        r"tiers\.placement: auto, tiers\.recompute: auto, training\.gradient_accumulation_steps: 2",
+    ),
+    "graphs on a device": (DEVICE, {"tiers__recompute": 0, "dtype": "bfloat16"}, r"tiers\.recompute: auto"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_refusal_advises_has_a_plan(name: str) -> None:
+    machine, changes, advice = REFUSED[name]
+    with pytest.raises(PlanError, match=f"set ({advice})(,|$)") as refused:
+        plan(machine, **changes)
+    told = str(refused.value)
+    changed = dict(changes)
+    for key, value in re.findall(r"(?:tiers|training|data)\.(\w+): (\w+)", told):
+        name = {"gradient_accumulation_steps": "micro_batches", "max_length": "data__max_length"}.get(key)
+        section = "training" if key.startswith("per_device") else "tiers"
+        changed[name or f"{section}__{key}"] = int(value) if value.isdigit() else value
+    plan(machine, **changed)
+    for size in re.findall(r"give it (\d+)MiB of memory", told):
+        plan(dataclasses.replace(machine, host_memory_bytes=int(size) * MIB), **changes)
+
+
+def test_fewer_micro_batches_are_as_many_as_fit() -> None:
+    machine = smallest(micro_batches=5)
+    plan(machine, micro_batches=5)
+    with pytest.raises(PlanError, match=r"set training\.gradient_accumulation_steps: 5,"):
+        plan(machine, micro_batches=8)
+
+
+def test_a_small_dev_shm_moves_weights_and_gradients_to_the_store() -> None:
+    wide = plan(depth=40)
+    assert not wide.shape.paged
+    small = dataclasses.replace(MACHINE, shared_memory_bytes=wide.object_store_bytes // 2)
+    made = plan(small, depth=40)
+    assert made.shape.paged
+    assert made.object_store_bytes <= small.shared_memory_bytes
+    with pytest.raises(PlanError, match=r"/dev/shm.*set tiers\.placement: auto, or enlarge /dev/shm"):
+        plan(small, depth=40, tiers__placement="ram")
+
+
+def test_nothing_is_fetched_ahead_where_only_that_fits() -> None:
+    machine = smallest(depth=40, tiers__prefetch_depth="auto")
+    assert plan(machine, depth=40, tiers__prefetch_depth="auto").shape.prefetch_depth == 0
+    with pytest.raises(PlanError, match=r"set tiers\.prefetch_depth: auto,"):
+        plan(machine, depth=40, tiers__prefetch_depth=1)
+
+
+@pytest.mark.parametrize("key", ["host_memory", "device_memory"])
+def test_a_limit_above_what_the_machine_has_is_the_machine_s(key: str) -> None:
+    machine = gpu(80 * GIB)
+    name = {"host_memory": "total_ram", "device_memory": "device"}[key]
+    limits = [
+        plan(machine, dtype="bfloat16", **{f"tiers__{key}": asked}).limits[name]
+        for asked in ("auto", "500GiB", "50GiB")
+    ]
+    assert limits[0] == limits[1] > limits[2] == 50 * GIB
+    with pytest.raises(PlanError, match=r"may use 0\.90 GiB \(the test\)"):
+        plan(dataclasses.replace(MACHINE, host_memory_bytes=GIB), tiers__host_memory="500GiB")
+    with pytest.raises(PlanError, match=r"\(tiers\.host_memory\): .*raise tiers\.host_memory to \d+MiB"):
+        plan(tiers__host_memory="512MiB")
 
 
 def disks(free: int, output_free: int | None = None) -> Machine:
@@ -227,7 +343,7 @@ def test_device_memory_and_where_layer_inputs_wait() -> None:
     assert tight.offload_inputs
     assert tight.peak_bytes["device"] == roomy.peak_bytes["device"] - (DEPTH - 2) * 2 * HIDDEN  # two are on their way
     assert tight.peak_bytes["gpu_worker"] == roomy.peak_bytes["gpu_worker"] + DEPTH * 2 * HIDDEN
-    with pytest.raises(PlanError, match=r"the device needs .* and has .*: lower training"):
+    with pytest.raises(PlanError, match=r"the device needs .* and may use .*: set training"):
         plan(gpu(tight.peak_bytes["device"] - MIB), dtype="bfloat16")
 
 
@@ -251,7 +367,7 @@ def test_held_out_rows_may_be_longer_than_those_of_a_step() -> None:
     bytes_of = tier_memory.value_bytes(stream(), "float32", long.shape.part_numel)
     forward_only = build_step(long.shape, pending=False, train=False).peak_bytes(bytes_of)
     assert forward_only <= long.phases["evaluation"]["object_store"] <= long.peak_bytes["object_store"]
-    with pytest.raises(PlanError, match=r"lower training\.per_device_train_batch_size from 8 to 4"):
+    with pytest.raises(PlanError, match=r"set training\.per_device_train_batch_size: 6,"):
         plan(with_ram(10 * GIB), evaluation=LONG)
     slots = 2 * (2 * LAYER + EMBED + HEAD)
     on_device = plan(gpu(80 * GIB), dtype="bfloat16", evaluation=LONG).peak_bytes["device"]
@@ -367,6 +483,19 @@ def test_the_plan_is_json() -> None:
     assert set(facts["phases"]) == {"import", "step", "save", "export"}
     assert facts["phases"]["export"]["driver"] == facts["phases"]["step"]["driver"] + 4 * HEAD
     assert facts["step"]["bottleneck"] in ("compute", "disk", "optimizer", "memory")
+
+
+def test_an_export_of_the_live_run_beyond_the_limit_is_told() -> None:
+    def shown(made: Plan) -> str:
+        console = Console(record=True, width=200)
+        print_plan(made, stream(), console)
+        return console.export_text()
+
+    roomy = plan()
+    assert "save_pretrained" not in shown(roomy)
+    tight = plan(with_ram(roomy.peak_bytes["total_ram"]))
+    assert tight.phases["export"]["total_ram"] > tight.limits["total_ram"]
+    assert "save_pretrained of the live run would take 3.0 GiB, above the limit of 3.0 GiB" in shown(tight)
 
 
 # --- machines -----------------------------------------------------------------------------------------------------

@@ -76,6 +76,12 @@ def _decisions(plan: Plan) -> list[str]:
         + "layer inputs "
         + ("wait in host memory" if plan.offload_inputs else "stay on the device")
     )
+    exporting, limit = plan.phases["export"]["total_ram"], plan.limits["total_ram"]
+    if exporting > limit:
+        lines.append(
+            f"save_pretrained of the live run would take {size_text(exporting)}, above the limit of "
+            f"{size_text(limit)}: export a checkpoint after the run instead"
+        )
     time = plan.time
     if time is not None:
         lines.append(
