@@ -222,7 +222,8 @@ REFUSED: dict[str, tuple[Machine, dict[str, Any], str]] = {
     "settings and micro-batches": (
         with_ram(3000 * MIB),
         {"tiers__placement": "ram", "tiers__recompute": 0, "micro_batches": 8},
-        r"tiers\.placement: auto, tiers\.recompute: auto, training\.gradient_accumulation_steps: 2",
+        r"tiers\.placement: auto, tiers\.prefetch_depth: auto, tiers\.recompute: auto, "
+        r"training\.gradient_accumulation_steps: 2",
     ),
     "graphs on a device": (DEVICE, {"tiers__recompute": 0, "dtype": "bfloat16"}, r"tiers\.recompute: auto"),
 }
