@@ -21,6 +21,7 @@ class Speeds:
 
     Attributes:
         disk_read_bytes_per_s, disk_write_bytes_per_s: Direct I/O in large blocks, several at a time.
+        checksum_bytes_per_s: xxh3 of blocks, by the store's transfer threads together.
         memcpy_bytes_per_s: Between large buffers in host memory, by a few threads.
         adamw_numel_per_s: Parameters that AdamW updates, with the optimizer's threads.
         float32_flops_per_s, bfloat16_flops_per_s: That the device reaches in a decoder layer, not its data sheet's.
@@ -33,6 +34,7 @@ class Speeds:
 
     disk_read_bytes_per_s: float = 1e9
     disk_write_bytes_per_s: float = 1e9
+    checksum_bytes_per_s: float = 20e9
     memcpy_bytes_per_s: float = 5e9
     adamw_numel_per_s: float = 0.4e9
     float32_flops_per_s: float = 100e9
@@ -50,13 +52,15 @@ class Speeds:
     @property
     def resources(self) -> tuple[str, ...]:
         """What can bound a step."""
-        return ("compute", "disk", "optimizer", "memory", *(("link",) if self.link_bytes_per_s is not None else ()))
+        link = () if self.link_bytes_per_s is None else ("link",)
+        return ("compute", "disk", "checksum", "optimizer", "memory", *link)
 
     def faster(self, resource: str, factor: float) -> Speeds:
         """The same machine with one resource ``factor`` times as fast."""
         fields = {
             "compute": ("float32_flops_per_s", "bfloat16_flops_per_s"),
             "disk": ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
+            "checksum": ("checksum_bytes_per_s",),
             "optimizer": ("adamw_numel_per_s",),
             "memory": ("memcpy_bytes_per_s",),
             "link": ("link_bytes_per_s",),
@@ -65,14 +69,15 @@ class Speeds:
 
     def describe(self, resource: str, factor: float, dtype: str) -> str:
         """``NVMe bounds the step: 7.0 GB/s instead of 0.7``, to be continued."""
-        name, rate, unit = {
-            "compute": ("the device's arithmetic", self.flops_per_s(dtype) / 1e12, f"{dtype} TFLOP/s"),
-            "disk": ("NVMe", self.disk_read_bytes_per_s / 1e9, "GB/s"),
-            "optimizer": ("AdamW on the CPU", self.adamw_numel_per_s / 1e9, "G parameters/s"),
-            "memory": ("copying in host memory", self.memcpy_bytes_per_s / 1e9, "GB/s"),
-            "link": ("the link between host and device", (self.link_bytes_per_s or 0) / 1e9, "GB/s"),
+        what, rate, unit = {
+            "compute": ("the device's arithmetic bounds", self.flops_per_s(dtype) / 1e12, f"{dtype} TFLOP/s"),
+            "disk": ("NVMe bounds", self.disk_read_bytes_per_s / 1e9, "GB/s"),
+            "checksum": ("checksums bound", self.checksum_bytes_per_s / 1e9, "GB/s"),
+            "optimizer": ("AdamW on the CPU bounds", self.adamw_numel_per_s / 1e9, "G parameters/s"),
+            "memory": ("copying in host memory bounds", self.memcpy_bytes_per_s / 1e9, "GB/s"),
+            "link": ("the link between host and device bounds", (self.link_bytes_per_s or 0) / 1e9, "GB/s"),
         }[resource]
-        return f"{name} bounds the step: {_short(rate * factor)} instead of {_short(rate)} {unit}"
+        return f"{what} the step: {_short(rate * factor)} instead of {_short(rate)} {unit}"
 
 
 @dataclass(frozen=True, slots=True)

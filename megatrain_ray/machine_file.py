@@ -38,6 +38,8 @@ class MachineFile(BaseModel):
     """The same for writing, sustained: beyond the drive's cache."""
     drive_endurance: Bytes | None = None
     """Bytes that the drives may be written in their life (TBW), all together."""
+    checksum: Bytes = 40 * 10**9
+    """Bytes a second that the store's four transfer threads check, together."""
     memcpy: Bytes
     """Bytes a second copied between large buffers in host memory, by a few threads."""
     adamw: Rate
@@ -63,6 +65,7 @@ class MachineFile(BaseModel):
             speeds=Speeds(
                 disk_read_bytes_per_s=self.disk_read,
                 disk_write_bytes_per_s=self.disk_write,
+                checksum_bytes_per_s=self.checksum,
                 memcpy_bytes_per_s=self.memcpy,
                 adamw_numel_per_s=self.adamw,
                 float32_flops_per_s=self.float32_flops,

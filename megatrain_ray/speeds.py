@@ -21,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from transformers import LlamaConfig
 
 from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
@@ -37,6 +38,9 @@ from megatrain_ray.timing import LayerCost
 __all__ = ["known_speeds", "measure_speeds", "remember_call"]
 
 DISK_BYTES = 256 << 20
+"""Of the file, and of what is checked: far more than a processor's caches hold, as in a step."""
+TRANSFERS = 4
+"""Blocks under way at once, as in the store."""
 ROUNDS, LEAST_S = 5, 1.0
 """Work is repeated so often and so long: a step meets the machine's quiet moments and the others."""
 DEADLINE_S = 600.0
@@ -92,6 +96,7 @@ def _measure(directory: Path, device: str) -> dict[str, float | str | None]:
     return {
         "disk_read_bytes_per_s": read,
         "disk_write_bytes_per_s": write,
+        "checksum_bytes_per_s": _checksum(),
         "memcpy_bytes_per_s": memcpy,
         "adamw_numel_per_s": adamw,
         "float32_flops_per_s": float32,
@@ -136,12 +141,15 @@ def _typical(work: Callable[[], object]) -> float:
 
 
 def _disk(directory: Path) -> tuple[float, float]:
-    """Bytes a second of reading and writing, as the store does it: direct, four blocks at a time."""
+    """Bytes a second of reading and writing, as the store does it: direct, several blocks at a time."""
     block = aligned_empty(BLOCK_BYTES)
     block[:] = np.arange(BLOCK_BYTES, dtype=np.uint8)
     offsets = range(0, DISK_BYTES, BLOCK_BYTES)
     try:
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".speed-") as folder, ThreadPoolExecutor(4) as pool:
+        with (
+            tempfile.TemporaryDirectory(dir=directory, prefix=".speed-") as folder,
+            ThreadPoolExecutor(TRANSFERS) as pool,
+        ):
             path, policy = Path(folder) / "file", DirectPolicy(True)
 
             def write() -> None:
@@ -156,6 +164,14 @@ def _disk(directory: Path) -> tuple[float, float]:
             return DISK_BYTES / _typical(read), DISK_BYTES / _typical(write)
     except OSError:  # no room, or not ours to write: the run itself will say so
         return Speeds().disk_read_bytes_per_s, Speeds().disk_write_bytes_per_s
+
+
+def _checksum() -> float:
+    """Bytes a second of checking blocks, by as many threads as the store's."""
+    data = np.ones(DISK_BYTES, np.uint8).data
+    blocks = [data[start : start + BLOCK_BYTES] for start in range(0, DISK_BYTES, BLOCK_BYTES)]
+    with ThreadPoolExecutor(TRANSFERS) as pool:
+        return DISK_BYTES / _typical(lambda: list(pool.map(xxhash.xxh3_64_digest, blocks)))
 
 
 def _memcpy() -> float:

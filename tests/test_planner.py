@@ -306,8 +306,8 @@ def timing(speeds: Speeds, **changes: Any) -> Timing:
 
 
 ENDLESS = Speeds(
-    disk_read_bytes_per_s=1e18, disk_write_bytes_per_s=1e18, memcpy_bytes_per_s=1e18, adamw_numel_per_s=1e18,
-    float32_flops_per_s=1e18, bfloat16_flops_per_s=1e18, call_s=0.0, call_cpu_s=0.0,
+    disk_read_bytes_per_s=1e18, disk_write_bytes_per_s=1e18, checksum_bytes_per_s=1e18, memcpy_bytes_per_s=1e18,
+    adamw_numel_per_s=1e18, float32_flops_per_s=1e18, bfloat16_flops_per_s=1e18, call_s=0.0, call_cpu_s=0.0,
 )  # fmt: skip
 NUMELS = tuple(spec.numel for spec in stream())
 
@@ -340,13 +340,28 @@ def test_a_step_from_disk_takes_what_the_disk_takes() -> None:
     again = sum(4 * stream()[action.layer].numel for action in build_step(spilled, pending=True)
                 if action.op is Op.READ_MASTER)  # fmt: skip
     assert nvme_bytes(build_step(spilled, pending=True), spilled) == (16 * TOTAL + again, 16 * TOTAL)
-    speeds = dataclasses.replace(ENDLESS, disk_read_bytes_per_s=1e8, disk_write_bytes_per_s=2e8)
+    speeds = dataclasses.replace(
+        ENDLESS, disk_read_bytes_per_s=1e8, disk_write_bytes_per_s=2e8, checksum_bytes_per_s=1e10
+    )
     step = timing(speeds).predict(shape)
     # Reads and writes take turns on one drive.
     checks_s = 2 * 12 * TOTAL / 10e9
     assert step.step_s == pytest.approx(12 * TOTAL / 1e8 + 12 * TOTAL / 2e8 + checks_s, rel=0.01)
     assert step.bottleneck == "disk"
     assert step.explanation.startswith("NVMe bounds the step: 1 instead of 0.1 GB/s makes the step 8.9x")
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_step_from_disk_is_checked_at_the_speed_of_the_checksums(on_cpu: bool) -> None:
+    """Each transfer thread moves a block, then checks it: neither hides the other."""
+    shape = StepShape(NUMELS, (DEPTH + 1,), paged=frozenset(range(DEPTH + 2)))
+    speeds = dataclasses.replace(
+        ENDLESS, disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9, checksum_bytes_per_s=1e8
+    )
+    step = timing(speeds, on_cpu=on_cpu).predict(shape)
+    assert step.step_s == pytest.approx(2 * 12 * TOTAL / 1e8 + 2 * 12 * TOTAL / 1e9, rel=0.01)
+    assert step.bottleneck == "checksum"
+    assert step.explanation.startswith("checksums bound the step: 1 instead of 0.1 GB/s makes the step 5.5x")
 
 
 def test_wear_of_the_drive() -> None:
@@ -366,7 +381,7 @@ def test_the_plan_is_json() -> None:
     assert facts["placement"] == ["nvme"] * (DEPTH + 2)
     assert set(facts["phases"]) == {"import", "step", "save", "export"}
     assert facts["phases"]["export"]["driver"] == facts["phases"]["step"]["driver"] + 4 * HEAD
-    assert facts["step"]["bottleneck"] in ("compute", "disk", "optimizer", "memory")
+    assert facts["step"]["bottleneck"] in ("compute", "disk", "checksum", "optimizer", "memory")
 
 
 # --- machines -----------------------------------------------------------------------------------------------------
