@@ -9,10 +9,9 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Machine", "Speeds", "existing_parent", "openmp_environment", "probe"]
+from megatrain_ray.cgroup import memory_room
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+__all__ = ["Machine", "Speeds", "existing_parent", "openmp_environment", "probe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,17 +111,6 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
-def _first_number(paths: tuple[str, ...]) -> int | None:
-    for path in paths:
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None
-
-
 def existing_parent(path: Path) -> Path:
     """The path itself, or its nearest parent that exists."""
     path = path.absolute()
@@ -137,7 +125,9 @@ def openmp_environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def probe(store_dir: Path, output_dir: Path, device: str, speeds: Speeds | None = None) -> Machine:
+def probe(
+    store_dir: Path, output_dir: Path, device: str, speeds: Speeds | None = None, *, root: Path = Path("/")
+) -> Machine:
     """Reads the limits of this machine.
 
     Args:
@@ -145,11 +135,12 @@ def probe(store_dir: Path, output_dir: Path, device: str, speeds: Speeds | None 
         output_dir: Where checkpoints go; the same.
         device: ``cpu`` or ``cuda:N``.
         speeds: Of this machine, where they are known.
+        root: Has the ``proc`` and ``sys`` that tell the limits of control groups.
     """
     available, source = psutil.virtual_memory().available, "available memory of the host"
-    limit, usage = _first_number(_CGROUP_LIMITS), _first_number(_CGROUP_USAGE)
-    if limit is not None and limit - (usage or 0) < available:
-        available, source = limit - (usage or 0), f"cgroup limit of {limit / 2**30:.1f} GiB"
+    room = memory_room(root)
+    if room is not None and room.free_bytes < available:
+        available, source = room.free_bytes, f"cgroup limit of {room.limit_bytes / 2**30:.1f} GiB"
     device_memory = None
     if device != "cpu":
         import torch

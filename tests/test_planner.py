@@ -14,7 +14,7 @@ from megatrain_ray import planner, tier_memory
 from megatrain_ray.config import Config
 from megatrain_ray.errors import ConfigError, MegatrainError, PlanError
 from megatrain_ray.layout import LayerSpec, pack_layer
-from megatrain_ray.machine import Machine, Speeds
+from megatrain_ray.machine import Machine, Speeds, probe
 from megatrain_ray.machine_file import load_machine
 from megatrain_ray.planner import NEW_RUN, Plan, Progress, make_plan
 from megatrain_ray.schedule import Op, StepShape, build_step
@@ -413,6 +413,22 @@ def test_a_bad_machine_file_names_the_line(tmp_path: Path, line: str, message: s
     path.write_text("name: x\n")
     with pytest.raises(ConfigError, match="cores is missing"):
         load_machine(path)
+
+
+def test_a_control_group_limits_the_run(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/container\n")
+    (group / "memory.max").write_text(str(768 * MIB))
+    (group / "memory.current").write_text(str(600 * MIB))
+    (group / "memory.stat").write_text(f"inactive_file {400 * MIB}\n")
+    machine = probe(tmp_path, tmp_path, "cpu", root=tmp_path)
+    assert machine.host_memory_bytes == 568 * MIB
+    with pytest.raises(PlanError, match=rf"may use {0.9 * 568 / 1024:.2f} GiB \(cgroup limit of 0\.8 GiB\)"):
+        plan(machine)
+    (group / "memory.max").write_text("max")
+    assert probe(tmp_path, tmp_path, "cpu", root=tmp_path).host_memory_source == "available memory of the host"
 
 
 def test_measuring_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
