@@ -55,11 +55,14 @@ def known_speeds(store_dir: Path, device: str) -> Speeds | None:
 
 
 def measure_speeds(store_dir: Path, device: str) -> Speeds:
-    """Measures in a process that is like an actor's, and remembers for `known_speeds`.
+    """Measures in a process that is like an actor's, and remembers for `known_speeds` unless something is missing.
 
     Args:
         store_dir: Where the store will be; a file of 256 MiB is written there, or in the nearest parent that exists.
         device: ``cpu`` or ``cuda:N``.
+
+    Returns:
+        What was found; assumptions, which ``source`` names, where the disk cannot be measured.
 
     Raises:
         MegatrainError: The process ended without a result, with the last line that it wrote; or not in time.
@@ -78,13 +81,15 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
         reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         raise MegatrainError(f"{what} failed: {reason}")
     measured = json.loads(process.stdout.splitlines()[-1])
-    speeds = replace(known_speeds(store_dir, device) or Speeds(), **measured)  # what runs have measured stays
-    _remember(store_dir, device, speeds)
+    known = known_speeds(store_dir, device) or Speeds()
+    speeds = Speeds(**measured, call_s=known.call_s)  # what runs have measured stays
+    if "disk_read_bytes_per_s" in measured:  # else the next plan tries again
+        _remember(store_dir, device, speeds)
     return speeds
 
 
 def _measure(directory: Path, device: str) -> dict[str, float | str | None]:
-    """The fields of `Speeds` that can be measured without a run."""
+    """The fields of `Speeds` that can be measured without a run; without the disk's where that fails."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(cores // 2, 1))
     adamw, memcpy = _adamw(max(cores // 2, 1)), _memcpy()
@@ -92,10 +97,15 @@ def _measure(directory: Path, device: str) -> dict[str, float | str | None]:
         torch.set_num_threads(cores)
     float32, operator_s = _layer_speeds("float32", device, memcpy)
     bfloat16, _ = _layer_speeds("bfloat16", device, memcpy)
-    read, write = _disk(directory)
+    source = f"measured on {date.today().isoformat()}"
+    disk = {}
+    try:
+        disk["disk_read_bytes_per_s"], disk["disk_write_bytes_per_s"] = _disk(directory)
+    except OSError as error:  # no room, or not ours to write: the run itself will say so
+        assumed = Speeds().disk_read_bytes_per_s / 1e9
+        source += f", but for the disk: {error.strerror}; {assumed:g} GB/s assumed"
     return {
-        "disk_read_bytes_per_s": read,
-        "disk_write_bytes_per_s": write,
+        **disk,
         "checksum_bytes_per_s": _checksum(),
         "memcpy_bytes_per_s": memcpy,
         "adamw_numel_per_s": adamw,
@@ -103,7 +113,7 @@ def _measure(directory: Path, device: str) -> dict[str, float | str | None]:
         "bfloat16_flops_per_s": bfloat16,
         "link_bytes_per_s": None if device == "cpu" else _link(device),
         "operator_s": operator_s,
-        "source": f"measured on {date.today().isoformat()}",
+        "source": source,
     }
 
 
@@ -145,25 +155,22 @@ def _disk(directory: Path) -> tuple[float, float]:
     block = aligned_empty(BLOCK_BYTES)
     block[:] = np.arange(BLOCK_BYTES, dtype=np.uint8)
     offsets = range(0, DISK_BYTES, BLOCK_BYTES)
-    try:
-        with (
-            tempfile.TemporaryDirectory(dir=directory, prefix=".speed-") as folder,
-            ThreadPoolExecutor(TRANSFERS) as pool,
-        ):
-            path, policy = Path(folder) / "file", DirectPolicy(True)
+    with (
+        tempfile.TemporaryDirectory(dir=directory, prefix=".speed-") as folder,
+        ThreadPoolExecutor(TRANSFERS) as pool,
+    ):
+        path, policy = Path(folder) / "file", DirectPolicy(True)
 
-            def write() -> None:
-                with BlockFile(path, write=True, policy=policy) as file:
-                    list(pool.map(lambda offset: file.write_from(block.data, offset), offsets))
+        def write() -> None:
+            with BlockFile(path, write=True, policy=policy) as file:
+                list(pool.map(lambda offset: file.write_from(block.data, offset), offsets))
 
-            def read() -> None:
-                with BlockFile(path, write=False, policy=policy) as file:
-                    list(pool.map(lambda offset: file.read_into(aligned_empty(BLOCK_BYTES).data, offset), offsets))
+        def read() -> None:
+            with BlockFile(path, write=False, policy=policy) as file:
+                list(pool.map(lambda offset: file.read_into(aligned_empty(BLOCK_BYTES).data, offset), offsets))
 
-            write()
-            return DISK_BYTES / _typical(read), DISK_BYTES / _typical(write)
-    except OSError:  # no room, or not ours to write: the run itself will say so
-        return Speeds().disk_read_bytes_per_s, Speeds().disk_write_bytes_per_s
+        write()
+        return DISK_BYTES / _typical(read), DISK_BYTES / _typical(write)
 
 
 def _checksum() -> float:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import subprocess
+from collections.abc import Callable
 from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import pytest
 
-from megatrain_ray import speeds
+from megatrain_ray import prepare, speeds
 from megatrain_ray.actors import nvme_store
+from megatrain_ray.machine import Speeds
 from megatrain_ray.machine_file import load_machine
 
 H100 = Path(__file__).resolve().parent.parent / "ray_configs" / "machines" / "h100-512gb.yaml"
@@ -34,3 +41,62 @@ def test_checksums_are_measured_as_the_store_computes_them(monkeypatch: pytest.M
     different = {id(block): block.nbytes for block in blocks}
     assert set(different.values()) == {8 << 20} and sum(different.values()) == speeds.DISK_BYTES
     assert len(blocks) == speeds.ROUNDS * len(different)
+
+
+@pytest.fixture
+def quick(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measures in this process, with a cache of its own; all but disk and checksums are numbers made up."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(speeds, "DISK_BYTES", speeds.BLOCK_BYTES)
+    monkeypatch.setattr(speeds, "LEAST_S", 0.0)
+    monkeypatch.setattr(speeds, "_adamw", lambda threads: 2e9)
+    monkeypatch.setattr(speeds, "_memcpy", lambda: 3e9)
+    monkeypatch.setattr(speeds, "_layer_speeds", lambda dtype, device, memcpy: (4e9, 1e-6))
+    monkeypatch.setattr(speeds.torch, "set_num_threads", lambda threads: None)
+
+    def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        measured = json.dumps(speeds._measure(Path(command[-2]), command[-1]))
+        return subprocess.CompletedProcess(command, 0, f"a warning\n{measured}\n", "")
+
+    monkeypatch.setattr(speeds.subprocess, "run", run)
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(speeds.BlockFile, "write_from", write)
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_is_measured_is_remembered(tmp_path: Path) -> None:
+    assert speeds.known_speeds(tmp_path, "cpu") is None
+    found = speeds.measure_speeds(tmp_path, "cpu")
+    assert found.adamw_numel_per_s == 2e9 and found.disk_write_bytes_per_s != Speeds().disk_write_bytes_per_s
+    assert found.source.startswith("measured on") and "assumed" not in found.source
+    assert speeds.known_speeds(tmp_path, "cpu") == found
+    speeds.remember_call(tmp_path, "cpu", 0.5)
+    assert speeds.measure_speeds(tmp_path, "cpu").call_s == 0.5
+
+
+@pytest.mark.usefixtures("quick", "full_disk")
+def test_a_disk_that_cannot_be_measured_is_assumed_and_not_remembered(tmp_path: Path) -> None:
+    found = speeds.measure_speeds(tmp_path, "cpu")
+    assert (found.disk_read_bytes_per_s, found.disk_write_bytes_per_s) == (1e9, 1e9)
+    assert found.adamw_numel_per_s == 2e9
+    assert found.source.startswith("measured on 20")
+    assert found.source.endswith(", but for the disk: No space left on device; 1 GB/s assumed")
+    assert speeds.known_speeds(tmp_path, "cpu") is None
+    assert not list(tmp_path.glob(".speed-*"))
+
+
+@pytest.mark.usefixtures("quick", "full_disk")
+def test_a_plan_says_what_could_not_be_measured_and_the_next_one_tries_again(
+    make_config: Callable[..., Any], model_dir: Callable[[str], Path]
+) -> None:
+    told: list[str] = []
+    for times in (1, 2):
+        plan, _ = prepare.plan_here(make_config(model_dir("llama")), measure=False, tell=told.append)
+        assert plan.speeds.endswith("but for the disk: No space left on device; 1 GB/s assumed")
+        assert len(told) == times
