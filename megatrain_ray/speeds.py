@@ -15,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import date
 from pathlib import Path
 
@@ -24,6 +24,7 @@ import torch
 import xxhash
 from transformers import LlamaConfig
 
+from megatrain_ray import __version__
 from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
 from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.errors import MegatrainError
@@ -134,7 +135,9 @@ def _remember(store_dir: Path, device: str, speeds: Speeds) -> None:
 def _cache_path(store_dir: Path, device: str) -> Path:
     name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
     drive = existing_parent(store_dir).stat().st_dev
-    facts = (platform.node(), len(os.sched_getaffinity(0)), name, drive, torch.__version__)
+    # A version that measures more, or in another way, does not take what an older one has left.
+    measures = (__version__, *(field.name for field in fields(Speeds)))
+    facts = (platform.node(), len(os.sched_getaffinity(0)), name, drive, torch.__version__, *measures)
     key = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "megatrain_ray" / f"machine-{key}.json"

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -78,6 +79,19 @@ def test_what_is_measured_is_remembered(tmp_path: Path) -> None:
     assert speeds.known_speeds(tmp_path, "cpu") == found
     speeds.remember_call(tmp_path, "cpu", 0.5)
     assert speeds.measure_speeds(tmp_path, "cpu").call_s == 0.5
+
+
+@pytest.mark.usefixtures("quick")
+def test_another_version_measures_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = speeds.measure_speeds(tmp_path, "cpu")
+    with monkeypatch.context() as other:
+        other.setattr(speeds, "__version__", "0.0.1")
+        assert speeds.known_speeds(tmp_path, "cpu") is None
+    with monkeypatch.context() as other:
+        more = make_dataclass("Speeds", [("tape_bytes_per_s", float, 1e9)], bases=(Speeds,), frozen=True)
+        other.setattr(speeds, "Speeds", more)
+        assert speeds.known_speeds(tmp_path, "cpu") is None
+    assert speeds.known_speeds(tmp_path, "cpu") == found
 
 
 @pytest.mark.usefixtures("quick", "full_disk")
