@@ -174,10 +174,16 @@ def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerS
         The plan, and the stream.
 
     Raises:
-        InvalidInput: The model cannot be streamed exactly, or does not fit.
+        InvalidInput: The model cannot be streamed exactly, or does not fit; a GPU is wanted and none is described.
     """
+    wanted = config.tiers.device
+    if wanted.startswith("cuda") and machine.device_memory_bytes is None:
+        raise PlanError(
+            f"tiers.device is {wanted}, and the machine file ({machine.host_memory_source}) describes no GPU; add "
+            "device_memory and link to it, or set tiers.device: cpu"
+        )
     _, model_config, recipe, model = _checked_model(config)
-    if machine.device_memory_bytes is None or config.tiers.device == "cpu":
+    if wanted == "cpu":
         machine = replace(machine, device_memory_bytes=None)
     device = "cpu" if machine.device_memory_bytes is None else "cuda:0"
     dtype = _compute_dtype(config, model_config, device)

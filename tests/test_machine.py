@@ -16,6 +16,8 @@ import pytest
 
 from megatrain_ray import prepare, speeds
 from megatrain_ray.actors import nvme_store
+from megatrain_ray.config import Config
+from megatrain_ray.errors import ConfigError, PlanError
 from megatrain_ray.machine import Speeds
 from megatrain_ray.machine_file import load_machine
 
@@ -27,6 +29,37 @@ def test_a_machine_file_may_say_how_fast_checksums_are(tmp_path: Path) -> None:
     for line, expected in (("", 40e9), ("checksum: 12GB\n", 12e9)):
         path.write_text(H100.read_text() + line)
         assert load_machine(path).speeds.checksum_bytes_per_s == expected
+
+
+@pytest.mark.parametrize(("given", "missing"), [("device_memory", "link"), ("link", "device_memory")])
+def test_a_gpu_is_described_with_its_link_or_not_at_all(tmp_path: Path, given: str, missing: str) -> None:
+    path = tmp_path / "machine.yaml"
+    lines = H100.read_text().splitlines()
+    line = next(number for number, each in enumerate(lines, 1) if each.startswith(given))
+    for instead in ("", f"{missing}: null"):
+        path.write_text("\n".join(instead if each.startswith(missing) else each for each in lines))
+        with pytest.raises(ConfigError, match=rf"machine\.yaml:{line}: {missing} is missing; add it: {given} is given"):
+            load_machine(path)
+    path.write_text("\n".join(each for each in lines if not each.startswith((given, missing))))
+    machine = load_machine(path)
+    assert machine.device_memory_bytes is None and machine.speeds.link_bytes_per_s is None
+
+
+def test_no_plan_for_a_gpu_that_is_not_described(
+    tmp_path: Path, make_config: Callable[..., Any], model_dir: Callable[[str], Path]
+) -> None:
+    path = tmp_path / "machine.yaml"
+    lines = [each for each in H100.read_text().splitlines() if not each.startswith(("device_memory", "link"))]
+    path.write_text("\n".join(lines))
+
+    def plan(machine: Path, device: str) -> dict[str, int]:
+        config: Config = make_config(model_dir("llama"), tiers__device=device)
+        return prepare.plan_elsewhere(config, load_machine(machine))[0].peak_bytes
+
+    with pytest.raises(PlanError, match=r"tiers\.device is cuda:0, and .* \(H100 80 GB, 512 GB\) describes no GPU"):
+        plan(path, "cuda:0")
+    assert "device" not in plan(path, "auto") and "device" not in plan(H100, "cpu")
+    assert "device" in plan(H100, "cuda:0")
 
 
 def test_checksums_are_measured_as_the_store_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
