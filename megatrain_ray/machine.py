@@ -9,10 +9,9 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["Machine", "Speeds", "existing_parent", "openmp_environment", "probe"]
+from megatrain_ray.cgroup import memory_room
 
-_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
-_CGROUP_USAGE = ("/sys/fs/cgroup/memory.current", "/sys/fs/cgroup/memory/memory.usage_in_bytes")
+__all__ = ["Machine", "Speeds", "existing_parent", "openmp_environment", "probe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +20,7 @@ class Speeds:
 
     Attributes:
         disk_read_bytes_per_s, disk_write_bytes_per_s: Direct I/O in large blocks, several at a time.
+        checksum_bytes_per_s: xxh3 of blocks, by the store's transfer threads together.
         memcpy_bytes_per_s: Between large buffers in host memory, by a few threads.
         adamw_numel_per_s: Parameters that AdamW updates, with the optimizer's threads.
         float32_flops_per_s, bfloat16_flops_per_s: That the device reaches in a decoder layer, not its data sheet's.
@@ -33,6 +33,7 @@ class Speeds:
 
     disk_read_bytes_per_s: float = 1e9
     disk_write_bytes_per_s: float = 1e9
+    checksum_bytes_per_s: float = 20e9
     memcpy_bytes_per_s: float = 5e9
     adamw_numel_per_s: float = 0.4e9
     float32_flops_per_s: float = 100e9
@@ -50,13 +51,15 @@ class Speeds:
     @property
     def resources(self) -> tuple[str, ...]:
         """What can bound a step."""
-        return ("compute", "disk", "optimizer", "memory", *(("link",) if self.link_bytes_per_s is not None else ()))
+        link = () if self.link_bytes_per_s is None else ("link",)
+        return ("compute", "disk", "checksum", "optimizer", "memory", *link)
 
     def faster(self, resource: str, factor: float) -> Speeds:
         """The same machine with one resource ``factor`` times as fast."""
         fields = {
             "compute": ("float32_flops_per_s", "bfloat16_flops_per_s"),
             "disk": ("disk_read_bytes_per_s", "disk_write_bytes_per_s"),
+            "checksum": ("checksum_bytes_per_s",),
             "optimizer": ("adamw_numel_per_s",),
             "memory": ("memcpy_bytes_per_s",),
             "link": ("link_bytes_per_s",),
@@ -65,14 +68,15 @@ class Speeds:
 
     def describe(self, resource: str, factor: float, dtype: str) -> str:
         """``NVMe bounds the step: 7.0 GB/s instead of 0.7``, to be continued."""
-        name, rate, unit = {
-            "compute": ("the device's arithmetic", self.flops_per_s(dtype) / 1e12, f"{dtype} TFLOP/s"),
-            "disk": ("NVMe", self.disk_read_bytes_per_s / 1e9, "GB/s"),
-            "optimizer": ("AdamW on the CPU", self.adamw_numel_per_s / 1e9, "G parameters/s"),
-            "memory": ("copying in host memory", self.memcpy_bytes_per_s / 1e9, "GB/s"),
-            "link": ("the link between host and device", (self.link_bytes_per_s or 0) / 1e9, "GB/s"),
+        what, rate, unit = {
+            "compute": ("the device's arithmetic bounds", self.flops_per_s(dtype) / 1e12, f"{dtype} TFLOP/s"),
+            "disk": ("NVMe bounds", self.disk_read_bytes_per_s / 1e9, "GB/s"),
+            "checksum": ("checksums bound", self.checksum_bytes_per_s / 1e9, "GB/s"),
+            "optimizer": ("AdamW on the CPU bounds", self.adamw_numel_per_s / 1e9, "G parameters/s"),
+            "memory": ("copying in host memory bounds", self.memcpy_bytes_per_s / 1e9, "GB/s"),
+            "link": ("the link between host and device bounds", (self.link_bytes_per_s or 0) / 1e9, "GB/s"),
         }[resource]
-        return f"{name} bounds the step: {_short(rate * factor)} instead of {_short(rate)} {unit}"
+        return f"{what} the step: {_short(rate * factor)} instead of {_short(rate)} {unit}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,17 +111,6 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
-def _first_number(paths: tuple[str, ...]) -> int | None:
-    for path in paths:
-        try:
-            text = Path(path).read_text(encoding="ascii").strip()
-        except OSError:
-            continue
-        if text.isdigit():
-            return int(text)
-    return None
-
-
 def existing_parent(path: Path) -> Path:
     """The path itself, or its nearest parent that exists."""
     path = path.absolute()
@@ -132,7 +125,9 @@ def openmp_environment(threads: int) -> dict[str, str]:
     return {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-def probe(store_dir: Path, output_dir: Path, device: str, speeds: Speeds | None = None) -> Machine:
+def probe(
+    store_dir: Path, output_dir: Path, device: str, speeds: Speeds | None = None, *, root: Path = Path("/")
+) -> Machine:
     """Reads the limits of this machine.
 
     Args:
@@ -140,11 +135,12 @@ def probe(store_dir: Path, output_dir: Path, device: str, speeds: Speeds | None 
         output_dir: Where checkpoints go; the same.
         device: ``cpu`` or ``cuda:N``.
         speeds: Of this machine, where they are known.
+        root: Has the ``proc`` and ``sys`` that tell the limits of control groups.
     """
     available, source = psutil.virtual_memory().available, "available memory of the host"
-    limit, usage = _first_number(_CGROUP_LIMITS), _first_number(_CGROUP_USAGE)
-    if limit is not None and limit - (usage or 0) < available:
-        available, source = limit - (usage or 0), f"cgroup limit of {limit / 2**30:.1f} GiB"
+    room = memory_room(root)
+    if room is not None and room.free_bytes < available:
+        available, source = room.free_bytes, f"cgroup limit of {room.limit_bytes / 2**30:.1f} GiB"
     device_memory = None
     if device != "cpu":
         import torch

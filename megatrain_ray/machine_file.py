@@ -38,18 +38,20 @@ class MachineFile(BaseModel):
     """The same for writing, sustained: beyond the drive's cache."""
     drive_endurance: Bytes | None = None
     """Bytes that the drives may be written in their life (TBW), all together."""
+    checksum: Bytes = 40 * 10**9
+    """Bytes a second that the store's four transfer threads check, together."""
     memcpy: Bytes
     """Bytes a second copied between large buffers in host memory, by a few threads."""
     adamw: Rate
     """Parameters a second that AdamW updates with half of the cores; 28 bytes of memory traffic each."""
     device_memory: Bytes | None = None
-    """Of the GPU; without it the run computes on the CPU."""
+    """Of the GPU, with ``link``; without both the run computes on the CPU."""
     bfloat16_flops: Rate
     """Operations a second that a decoder layer reaches: about half of a GPU's dense peak."""
     float32_flops: Rate
     """The same in float32."""
     link: Bytes | None = None
-    """Bytes a second from pinned host memory to the GPU."""
+    """Bytes a second from pinned host memory to the GPU, with ``device_memory``."""
 
     def machine(self) -> Machine:
         """As the planner takes it."""
@@ -63,11 +65,12 @@ class MachineFile(BaseModel):
             speeds=Speeds(
                 disk_read_bytes_per_s=self.disk_read,
                 disk_write_bytes_per_s=self.disk_write,
+                checksum_bytes_per_s=self.checksum,
                 memcpy_bytes_per_s=self.memcpy,
                 adamw_numel_per_s=self.adamw,
                 float32_flops_per_s=self.float32_flops,
                 bfloat16_flops_per_s=self.bfloat16_flops,
-                link_bytes_per_s=self.link if self.device_memory else None,
+                link_bytes_per_s=self.link,
                 source=f"described: {self.name}",
             ),
             drive_endurance_bytes=self.drive_endurance,
@@ -84,7 +87,7 @@ def load_machine(path: str | Path) -> Machine:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}:1: expected keys ({', '.join(MachineFile.model_fields)}), got {values!r}")
     try:
-        return MachineFile.model_validate(values).machine()
+        described = MachineFile.model_validate(values)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         key = str(problem["loc"][0])
@@ -96,3 +99,7 @@ def load_machine(path: str | Path) -> Machine:
             raise ConfigError(f"{where}: {key} is missing; add it") from None
         message = problem["msg"].removeprefix("Value error, ").replace("Input should be", "expected")
         raise ConfigError(f"{where}: {key}: {message}; got {values[key]!r}") from None
+    for given, missing in (("device_memory", "link"), ("link", "device_memory")):
+        if getattr(described, given) is not None and getattr(described, missing) is None:
+            raise ConfigError(f"{lines[given,]}: {missing} is missing; add it: {given} is given")
+    return described.machine()

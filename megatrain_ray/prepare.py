@@ -23,7 +23,7 @@ from megatrain_ray.errors import ModelError, PlanError
 from megatrain_ray.footprint import measure_cost
 from megatrain_ray.gate import check_equality
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.machine import Machine, probe
+from megatrain_ray.machine import Machine, Speeds, probe
 from megatrain_ray.model import StreamModel
 from megatrain_ray.observe.memory import private_bytes
 from megatrain_ray.observe.trackers import check_trackers
@@ -73,7 +73,9 @@ class Prepared:
         return self.model.layers
 
 
-def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None, step: int = 0) -> Prepared:
+def prepare(
+    config: Config, run: RunDirectory, checkpoint: Path | None = None, step: int = 0, *, speeds: Speeds | None = None
+) -> Prepared:
     """Checks and decides.
 
     Args:
@@ -81,18 +83,19 @@ def prepare(config: Config, run: RunDirectory, checkpoint: Path | None = None, s
         run: Its directory.
         checkpoint: To continue from.
         step: Of the checkpoint.
+        speeds: Of this machine; None: what is known of it.
 
     Raises:
         InvalidInput: Whatever would fail later.
     """
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        prepared = _prepare(config, run, checkpoint, step)
+        prepared = _prepare(config, run, checkpoint, step, speeds)
     shown = [str(warning.message) for warning in caught if issubclass(warning.category, UserWarning)]
     return replace(prepared, notes=tuple(dict.fromkeys((*prepared.notes, *shown))))
 
 
-def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None, step: int) -> Prepared:
+def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None, step: int, speeds: Speeds | None) -> Prepared:
     # Loads transformers' converters, and through them torch.distributed: seconds that `plan_elsewhere` does not need.
     from megatrain_ray.checkpoint.describe import describe_saving
 
@@ -113,7 +116,7 @@ def _prepare(config: Config, run: RunDirectory, checkpoint: Path | None, step: i
 
     data = build_training_data(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
     evaluation = build_evaluation_corpus(config, tokenizer=tokenizer, vocabulary_rows=model.vocab_size)
-    machine = probe(run.store, run.path, device, known_speeds(run.store, device))
+    machine = probe(run.store, run.path, device, speeds or known_speeds(run.store, device))
     # A run that starts removes its old store first.
     machine = replace(machine, disk_free_bytes=machine.disk_free_bytes + run.stored_bytes())
     complete = [found for found in list_checkpoints(run.path) if found.problem is None]
@@ -156,10 +159,11 @@ def plan_here(config: Config, *, measure: bool, tell: Callable[[str], None]) -> 
     store = config.tiers.nvme_dir
     run = RunDirectory(output_path(config.training.output_dir), None if store is None else output_path(store))
     device = usable_device(config.tiers.device)
-    if measure or known_speeds(run.store, device) is None:
+    speeds = None if measure else known_speeds(run.store, device)
+    if speeds is None:
         tell("measuring this machine: disk, memory, arithmetic")
-        measure_speeds(run.store, device)
-    prepared = prepare(config, run)
+        speeds = measure_speeds(run.store, device)
+    prepared = prepare(config, run, speeds=speeds)
     return prepared.plan, prepared.layers
 
 
@@ -170,10 +174,16 @@ def plan_elsewhere(config: Config, machine: Machine) -> tuple[Plan, tuple[LayerS
         The plan, and the stream.
 
     Raises:
-        InvalidInput: The model cannot be streamed exactly, or does not fit.
+        InvalidInput: The model cannot be streamed exactly, or does not fit; a GPU is wanted and none is described.
     """
+    wanted = config.tiers.device
+    if wanted.startswith("cuda") and machine.device_memory_bytes is None:
+        raise PlanError(
+            f"tiers.device is {wanted}, and the machine file ({machine.host_memory_source}) describes no GPU; add "
+            "device_memory and link to it, or set tiers.device: cpu"
+        )
     _, model_config, recipe, model = _checked_model(config)
-    if machine.device_memory_bytes is None or config.tiers.device == "cpu":
+    if wanted == "cpu":
         machine = replace(machine, device_memory_bytes=None)
     device = "cpu" if machine.device_memory_bytes is None else "cuda:0"
     dtype = _compute_dtype(config, model_config, device)

@@ -15,14 +15,16 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from datetime import date
 from pathlib import Path
 
 import numpy as np
 import torch
+import xxhash
 from transformers import LlamaConfig
 
+from megatrain_ray import __version__
 from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
 from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.errors import MegatrainError
@@ -37,6 +39,9 @@ from megatrain_ray.timing import LayerCost
 __all__ = ["known_speeds", "measure_speeds", "remember_call"]
 
 DISK_BYTES = 256 << 20
+"""Of the file, and of what is checked: far more than a processor's caches hold, as in a step."""
+TRANSFERS = 4
+"""Blocks under way at once, as in the store."""
 ROUNDS, LEAST_S = 5, 1.0
 """Work is repeated so often and so long: a step meets the machine's quiet moments and the others."""
 DEADLINE_S = 600.0
@@ -51,11 +56,14 @@ def known_speeds(store_dir: Path, device: str) -> Speeds | None:
 
 
 def measure_speeds(store_dir: Path, device: str) -> Speeds:
-    """Measures in a process that is like an actor's, and remembers for `known_speeds`.
+    """Measures in a process that is like an actor's, and remembers for `known_speeds` unless something is missing.
 
     Args:
         store_dir: Where the store will be; a file of 256 MiB is written there, or in the nearest parent that exists.
         device: ``cpu`` or ``cuda:N``.
+
+    Returns:
+        What was found; assumptions, which ``source`` names, where the disk cannot be measured.
 
     Raises:
         MegatrainError: The process ended without a result, with the last line that it wrote; or not in time.
@@ -74,13 +82,15 @@ def measure_speeds(store_dir: Path, device: str) -> Speeds:
         reason = (process.stderr.strip().splitlines() or [f"exit status {process.returncode}"])[-1]
         raise MegatrainError(f"{what} failed: {reason}")
     measured = json.loads(process.stdout.splitlines()[-1])
-    speeds = replace(known_speeds(store_dir, device) or Speeds(), **measured)  # what runs have measured stays
-    _remember(store_dir, device, speeds)
+    known = known_speeds(store_dir, device) or Speeds()
+    speeds = Speeds(**measured, call_s=known.call_s)  # what runs have measured stays
+    if "disk_read_bytes_per_s" in measured:  # else the next plan tries again
+        _remember(store_dir, device, speeds)
     return speeds
 
 
 def _measure(directory: Path, device: str) -> dict[str, float | str | None]:
-    """The fields of `Speeds` that can be measured without a run."""
+    """The fields of `Speeds` that can be measured without a run; without the disk's where that fails."""
     cores = len(os.sched_getaffinity(0))
     torch.set_num_threads(max(cores // 2, 1))
     adamw, memcpy = _adamw(max(cores // 2, 1)), _memcpy()
@@ -88,17 +98,23 @@ def _measure(directory: Path, device: str) -> dict[str, float | str | None]:
         torch.set_num_threads(cores)
     float32, operator_s = _layer_speeds("float32", device, memcpy)
     bfloat16, _ = _layer_speeds("bfloat16", device, memcpy)
-    read, write = _disk(directory)
+    source = f"measured on {date.today().isoformat()}"
+    disk = {}
+    try:
+        disk["disk_read_bytes_per_s"], disk["disk_write_bytes_per_s"] = _disk(directory)
+    except OSError as error:  # no room, or not ours to write: the run itself will say so
+        assumed = Speeds().disk_read_bytes_per_s / 1e9
+        source += f", but for the disk: {error.strerror}; {assumed:g} GB/s assumed"
     return {
-        "disk_read_bytes_per_s": read,
-        "disk_write_bytes_per_s": write,
+        **disk,
+        "checksum_bytes_per_s": _checksum(),
         "memcpy_bytes_per_s": memcpy,
         "adamw_numel_per_s": adamw,
         "float32_flops_per_s": float32,
         "bfloat16_flops_per_s": bfloat16,
         "link_bytes_per_s": None if device == "cpu" else _link(device),
         "operator_s": operator_s,
-        "source": f"measured on {date.today().isoformat()}",
+        "source": source,
     }
 
 
@@ -119,7 +135,9 @@ def _remember(store_dir: Path, device: str, speeds: Speeds) -> None:
 def _cache_path(store_dir: Path, device: str) -> Path:
     name = "cpu" if device == "cpu" else torch.cuda.get_device_name(device)
     drive = existing_parent(store_dir).stat().st_dev
-    facts = (platform.node(), len(os.sched_getaffinity(0)), name, drive, torch.__version__)
+    # A version that measures more, or in another way, does not take what an older one has left.
+    measures = (__version__, *(field.name for field in fields(Speeds)))
+    facts = (platform.node(), len(os.sched_getaffinity(0)), name, drive, torch.__version__, *measures)
     key = hashlib.blake2b(repr(facts).encode(), digest_size=8).hexdigest()
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / "megatrain_ray" / f"machine-{key}.json"
@@ -136,26 +154,34 @@ def _typical(work: Callable[[], object]) -> float:
 
 
 def _disk(directory: Path) -> tuple[float, float]:
-    """Bytes a second of reading and writing, as the store does it: direct, four blocks at a time."""
+    """Bytes a second of reading and writing, as the store does it: direct, several blocks at a time."""
     block = aligned_empty(BLOCK_BYTES)
     block[:] = np.arange(BLOCK_BYTES, dtype=np.uint8)
     offsets = range(0, DISK_BYTES, BLOCK_BYTES)
-    try:
-        with tempfile.TemporaryDirectory(dir=directory, prefix=".speed-") as folder, ThreadPoolExecutor(4) as pool:
-            path, policy = Path(folder) / "file", DirectPolicy(True)
+    with (
+        tempfile.TemporaryDirectory(dir=directory, prefix=".speed-") as folder,
+        ThreadPoolExecutor(TRANSFERS) as pool,
+    ):
+        path, policy = Path(folder) / "file", DirectPolicy(True)
 
-            def write() -> None:
-                with BlockFile(path, write=True, policy=policy) as file:
-                    list(pool.map(lambda offset: file.write_from(block.data, offset), offsets))
+        def write() -> None:
+            with BlockFile(path, write=True, policy=policy) as file:
+                list(pool.map(lambda offset: file.write_from(block.data, offset), offsets))
 
-            def read() -> None:
-                with BlockFile(path, write=False, policy=policy) as file:
-                    list(pool.map(lambda offset: file.read_into(aligned_empty(BLOCK_BYTES).data, offset), offsets))
+        def read() -> None:
+            with BlockFile(path, write=False, policy=policy) as file:
+                list(pool.map(lambda offset: file.read_into(aligned_empty(BLOCK_BYTES).data, offset), offsets))
 
-            write()
-            return DISK_BYTES / _typical(read), DISK_BYTES / _typical(write)
-    except OSError:  # no room, or not ours to write: the run itself will say so
-        return Speeds().disk_read_bytes_per_s, Speeds().disk_write_bytes_per_s
+        write()
+        return DISK_BYTES / _typical(read), DISK_BYTES / _typical(write)
+
+
+def _checksum() -> float:
+    """Bytes a second of checking blocks, by as many threads as the store's."""
+    data = np.ones(DISK_BYTES, np.uint8).data
+    blocks = [data[start : start + BLOCK_BYTES] for start in range(0, DISK_BYTES, BLOCK_BYTES)]
+    with ThreadPoolExecutor(TRANSFERS) as pool:
+        return DISK_BYTES / _typical(lambda: list(pool.map(xxhash.xxh3_64_digest, blocks)))
 
 
 def _memcpy() -> float:

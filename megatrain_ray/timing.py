@@ -14,9 +14,6 @@ from megatrain_ray.schedule import Action, Op, Schedule, Simulation, StepShape, 
 
 __all__ = ["LayerCost", "StepCost", "StepTime", "Timing", "heap_bytes", "nvme_bytes"]
 
-CHECKSUM_BYTES_PER_S = 10e9
-"""xxh3 on one core; every transfer of the store is checked."""
-
 FASTER = 10.0
 """The bottleneck is what would shorten the step most if it were this much faster."""
 
@@ -79,7 +76,7 @@ class StepTime:
         save_step_s: Of a step that also writes a checkpoint.
         busy_s: Seconds that each tier works in it.
         nvme_read_bytes, nvme_write_bytes: That the store moves in it.
-        bottleneck: ``disk``, ``compute``, ``optimizer``, ``memory`` or ``link``.
+        bottleneck: ``disk``, ``checksum``, ``compute``, ``optimizer``, ``memory`` or ``link``.
         explanation: For people: what bounds the step, and what would move it.
     """
 
@@ -164,11 +161,14 @@ class Timing:
         def copy_s(nbytes: float) -> float:
             return nbytes / speeds.memcpy_bytes_per_s
 
+        def checksum_s(nbytes: float) -> float:  # beside no transfer: a thread checks each block that it has moved
+            return nbytes / speeds.checksum_bytes_per_s
+
         def read_s(nbytes: float) -> float:  # into a buffer, checked, then into the object store
-            return nbytes / speeds.disk_read_bytes_per_s + nbytes / CHECKSUM_BYTES_PER_S + copy_s(nbytes)
+            return nbytes / speeds.disk_read_bytes_per_s + checksum_s(nbytes) + copy_s(nbytes)
 
         def write_s(nbytes: float) -> float:  # through aligned blocks
-            return nbytes / speeds.disk_write_bytes_per_s + nbytes / CHECKSUM_BYTES_PER_S
+            return nbytes / speeds.disk_write_bytes_per_s + checksum_s(nbytes)
 
         def link_s(nbytes: float) -> float:
             return 0.0 if self.on_cpu or speeds.link_bytes_per_s is None else nbytes / speeds.link_bytes_per_s

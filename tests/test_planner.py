@@ -17,7 +17,7 @@ from megatrain_ray import planner, tier_memory
 from megatrain_ray.config import Config
 from megatrain_ray.errors import ConfigError, MegatrainError, PlanError
 from megatrain_ray.layout import LayerSpec, pack_layer
-from megatrain_ray.machine import Machine, Speeds
+from megatrain_ray.machine import Machine, Speeds, probe
 from megatrain_ray.machine_file import load_machine
 from megatrain_ray.observe.plan_table import print_plan
 from megatrain_ray.planner import NEW_RUN, Plan, Progress, make_plan
@@ -423,8 +423,8 @@ def timing(speeds: Speeds, **changes: Any) -> Timing:
 
 
 ENDLESS = Speeds(
-    disk_read_bytes_per_s=1e18, disk_write_bytes_per_s=1e18, memcpy_bytes_per_s=1e18, adamw_numel_per_s=1e18,
-    float32_flops_per_s=1e18, bfloat16_flops_per_s=1e18, call_s=0.0, call_cpu_s=0.0,
+    disk_read_bytes_per_s=1e18, disk_write_bytes_per_s=1e18, checksum_bytes_per_s=1e18, memcpy_bytes_per_s=1e18,
+    adamw_numel_per_s=1e18, float32_flops_per_s=1e18, bfloat16_flops_per_s=1e18, call_s=0.0, call_cpu_s=0.0,
 )  # fmt: skip
 NUMELS = tuple(spec.numel for spec in stream())
 
@@ -457,13 +457,28 @@ def test_a_step_from_disk_takes_what_the_disk_takes() -> None:
     again = sum(4 * stream()[action.layer].numel for action in build_step(spilled, pending=True)
                 if action.op is Op.READ_MASTER)  # fmt: skip
     assert nvme_bytes(build_step(spilled, pending=True), spilled) == (16 * TOTAL + again, 16 * TOTAL)
-    speeds = dataclasses.replace(ENDLESS, disk_read_bytes_per_s=1e8, disk_write_bytes_per_s=2e8)
+    speeds = dataclasses.replace(
+        ENDLESS, disk_read_bytes_per_s=1e8, disk_write_bytes_per_s=2e8, checksum_bytes_per_s=1e10
+    )
     step = timing(speeds).predict(shape)
     # Reads and writes take turns on one drive.
     checks_s = 2 * 12 * TOTAL / 10e9
     assert step.step_s == pytest.approx(12 * TOTAL / 1e8 + 12 * TOTAL / 2e8 + checks_s, rel=0.01)
     assert step.bottleneck == "disk"
     assert step.explanation.startswith("NVMe bounds the step: 1 instead of 0.1 GB/s makes the step 8.9x")
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_step_from_disk_is_checked_at_the_speed_of_the_checksums(on_cpu: bool) -> None:
+    """Each transfer thread moves a block, then checks it: neither hides the other."""
+    shape = StepShape(NUMELS, (DEPTH + 1,), paged=frozenset(range(DEPTH + 2)))
+    speeds = dataclasses.replace(
+        ENDLESS, disk_read_bytes_per_s=1e9, disk_write_bytes_per_s=1e9, checksum_bytes_per_s=1e8
+    )
+    step = timing(speeds, on_cpu=on_cpu).predict(shape)
+    assert step.step_s == pytest.approx(2 * 12 * TOTAL / 1e8 + 2 * 12 * TOTAL / 1e9, rel=0.01)
+    assert step.bottleneck == "checksum"
+    assert step.explanation.startswith("checksums bound the step: 1 instead of 0.1 GB/s makes the step 5.5x")
 
 
 def test_wear_of_the_drive() -> None:
@@ -483,7 +498,7 @@ def test_the_plan_is_json() -> None:
     assert facts["placement"] == ["nvme"] * (DEPTH + 2)
     assert set(facts["phases"]) == {"import", "step", "save", "export"}
     assert facts["phases"]["export"]["driver"] == facts["phases"]["step"]["driver"] + 4 * HEAD
-    assert facts["step"]["bottleneck"] in ("compute", "disk", "optimizer", "memory")
+    assert facts["step"]["bottleneck"] in ("compute", "disk", "checksum", "optimizer", "memory")
 
 
 def test_an_export_of_the_live_run_beyond_the_limit_is_told() -> None:
@@ -528,6 +543,22 @@ def test_a_bad_machine_file_names_the_line(tmp_path: Path, line: str, message: s
     path.write_text("name: x\n")
     with pytest.raises(ConfigError, match="cores is missing"):
         load_machine(path)
+
+
+def test_a_control_group_limits_the_run(tmp_path: Path) -> None:
+    group = tmp_path / "sys/fs/cgroup/job"
+    group.mkdir(parents=True)
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/job/container\n")
+    (group / "memory.max").write_text(str(768 * MIB))
+    (group / "memory.current").write_text(str(600 * MIB))
+    (group / "memory.stat").write_text(f"inactive_file {400 * MIB}\n")
+    machine = probe(tmp_path, tmp_path, "cpu", root=tmp_path)
+    assert machine.host_memory_bytes == 568 * MIB
+    with pytest.raises(PlanError, match=rf"may use {0.9 * 568 / 1024:.2f} GiB \(cgroup limit of 0\.8 GiB\)"):
+        plan(machine)
+    (group / "memory.max").write_text("max")
+    assert probe(tmp_path, tmp_path, "cpu", root=tmp_path).host_memory_source == "available memory of the host"
 
 
 def test_measuring_that_does_not_end_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
