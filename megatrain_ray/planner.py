@@ -23,7 +23,7 @@ from megatrain_ray.schedule import StepShape, build_step
 from megatrain_ray.tier_memory import MIB, TierMemory, Workload
 from megatrain_ray.timing import StepTime, Timing, nvme_bytes
 
-__all__ = ["NEW_RUN", "Plan", "Progress", "loss_chunk_tokens", "make_plan"]
+__all__ = ["NEW_RUN", "SPARE_SHARE", "Plan", "Progress", "loss_chunk_tokens", "make_plan"]
 
 LOGITS_BYTES = 256 * MIB
 """What the logits of one chunk may take, their gradient and copies included."""

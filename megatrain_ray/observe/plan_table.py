@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megatrain_ray.layout import LayerSpec
-from megatrain_ray.planner import Plan
+from megatrain_ray.planner import SPARE_SHARE, Plan
 
 __all__ = ["print_plan"]
 
@@ -76,11 +76,11 @@ def _decisions(plan: Plan) -> list[str]:
         + "layer inputs "
         + ("wait in host memory" if plan.offload_inputs else "stay on the device")
     )
-    exporting, limit = plan.phases["export"]["total_ram"], plan.limits["total_ram"]
-    if exporting > limit:
+    exporting, room = plan.phases["export"]["total_ram"], int(plan.limits["total_ram"] / SPARE_SHARE)
+    if exporting > room:
         lines.append(
-            f"save_pretrained of the live run would take {size_text(exporting)}, above the limit of "
-            f"{size_text(limit)}: export a checkpoint after the run instead"
+            f"save_pretrained of the live run would take {size_text(exporting)}, more than {size_text(room)}: export a "
+            "checkpoint after the run instead"
         )
     time = plan.time
     if time is not None:
