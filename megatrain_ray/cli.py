@@ -242,8 +242,8 @@ def bench(
         else:
             config = measure.default_config(root, placement=placement)
         results = measure.bench_tiers(root, tell=_tell)
-        steps = measure.bench_step(config, rounds=rounds, tell=_tell)
-        results += steps + measure.bench_data(config, root / "tokens", step_s=steps[0].ours, tell=_tell)
+        step_s, steps = measure.bench_step(config, rounds=rounds, tell=_tell)
+        results += steps + measure.bench_data(config, root / "tokens", step_s=step_s, tell=_tell)
         results += measure.bench_saving(config, rounds=rounds, tell=_tell)
     if as_json:
         print(json.dumps([result.to_json() for result in results], indent=2))
@@ -254,8 +254,8 @@ def bench(
         table.add_row(
             result.what,
             f"{result.ours:,.2f} {unit}",
-            f"{result.peer:,.2f} {unit}",
-            f"{result.ratio:,.2f}",
+            "" if result.peer is None else f"{result.peer:,.2f} {unit}",
+            "" if result.ratio is None else f"{result.ratio:,.2f}",
             result.against,
         )
     Console().print(table)

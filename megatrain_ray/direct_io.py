@@ -20,11 +20,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK_BYTES", "AlignedPool", "BlockFile", "DirectPolicy", "aligned_empty"]
+__all__ = ["BLOCK_BYTES", "TRANSFERS", "AlignedPool", "BlockFile", "DirectPolicy", "aligned_empty"]
 
 ALIGNMENT = 4096
 BLOCK_BYTES = 8 << 20
 """One transfer: long enough for full speed, short enough that several are under way."""
+TRANSFERS = 4
+"""Under way at once: enough for a drive's queue, few enough to bound staging memory."""
 
 
 def aligned_empty(nbytes: int) -> NDArray[np.uint8]:

@@ -26,7 +26,7 @@ from transformers import LlamaConfig
 
 from megatrain_ray import __version__
 from megatrain_ray.actors.cpu_optimizer import AdamWConfig, CpuOptimizer, Hyper, arena_bytes
-from megatrain_ray.direct_io import BLOCK_BYTES, BlockFile, DirectPolicy, aligned_empty
+from megatrain_ray.direct_io import BLOCK_BYTES, TRANSFERS, BlockFile, DirectPolicy, aligned_empty
 from megatrain_ray.errors import MegatrainError
 from megatrain_ray.footprint import measure_cost
 from megatrain_ray.layout import pack_layer
@@ -40,8 +40,6 @@ __all__ = ["known_speeds", "measure_speeds", "remember_call"]
 
 DISK_BYTES = 256 << 20
 """Of the file, and of what is checked: far more than a processor's caches hold, as in a step."""
-TRANSFERS = 4
-"""Blocks under way at once, as in the store."""
 ROUNDS, LEAST_S = 5, 1.0
 """Work is repeated so often and so long: a step meets the machine's quiet moments and the others."""
 DEADLINE_S = 600.0

@@ -136,6 +136,11 @@ class Trainer:
         return self._prepared.device
 
     @property
+    def prepared(self) -> Prepared:
+        """What was checked and decided before the start."""
+        return self._prepared
+
+    @property
     def layers(self) -> tuple[LayerSpec, ...]:
         """The stream, as planned."""
         return self._prepared.layers

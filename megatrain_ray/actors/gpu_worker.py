@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatrain_ray.actors.device import Device
-from megatrain_ray.data.batches import StepBatch
+from megatrain_ray.data.batches import MicroBatch, StepBatch
 from megatrain_ray.data.packing_gate import packed_masks
 from megatrain_ray.errors import NonFiniteError
 from megatrain_ray.layout import LAYER_ALIGN_NUMEL, LayerSpec
@@ -28,7 +28,7 @@ from megatrain_ray.packed import GRADS, PackedLayer
 from megatrain_ray.start import RunSource
 from megatrain_ray.tensors import bind
 
-__all__ = ["GpuWorker", "GradInfo"]
+__all__ = ["GpuWorker", "GradInfo", "model_inputs"]
 
 _logger = logging.getLogger(__name__)
 
@@ -48,6 +48,25 @@ class GradInfo:
     loss: float | None
     busy_s: float
     device_peak_bytes: int
+
+
+def model_inputs(
+    micro_batch: MicroBatch, model: StreamModel, to_device: Callable[[Any], Tensor], *, packed: bool
+) -> MicroBatchTensors:
+    """What the model is called with for a micro-batch.
+
+    Args:
+        micro_batch: Its rows.
+        model: Says what masks look like.
+        to_device: Makes a tensor of an array.
+        packed: Packed rows come with ready-made masks: ``position_ids`` alone do not keep this model's samples apart.
+    """
+    mask, position_ids = micro_batch.attention_mask, micro_batch.position_ids
+    masks: Any = None if mask is None else to_device(mask)
+    positions = None if position_ids is None else to_device(position_ids)
+    if positions is not None and packed:
+        masks = packed_masks(model.config, positions, model.dtype)
+    return MicroBatchTensors(to_device(micro_batch.input_ids), masks, positions)
 
 
 class _GradientSum:
@@ -180,12 +199,7 @@ class GpuWorker:
         self.model.train(train)
         to_device = self.device.tensor
         for micro_batch in batch.micro_batches:
-            mask, position_ids = micro_batch.attention_mask, micro_batch.position_ids
-            masks: Any = None if mask is None else to_device(mask)
-            positions = None if position_ids is None else to_device(position_ids)
-            if positions is not None and self.needs_packed_masks:
-                masks = packed_masks(self.model.config, positions, self.model.dtype)
-            tensors = MicroBatchTensors(to_device(micro_batch.input_ids), masks, positions)
+            tensors = model_inputs(micro_batch, self.model, to_device, packed=self.needs_packed_masks)
             rows, targets = target_rows(to_device(micro_batch.labels))
             self._micro_batches.append(_MicroBatch(tensors, rows, targets))
 

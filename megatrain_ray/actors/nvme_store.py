@@ -37,7 +37,15 @@ from numpy.typing import NDArray
 from megatrain_ray.checkpoint.directory import prune_checkpoints
 from megatrain_ray.checkpoint.save_spec import SaveSpec
 from megatrain_ray.checkpoint.writer import CheckpointWriter
-from megatrain_ray.direct_io import ALIGNMENT, BLOCK_BYTES, AlignedPool, BlockFile, DirectPolicy, aligned_empty
+from megatrain_ray.direct_io import (
+    ALIGNMENT,
+    BLOCK_BYTES,
+    TRANSFERS,
+    AlignedPool,
+    BlockFile,
+    DirectPolicy,
+    aligned_empty,
+)
 from megatrain_ray.errors import StoreError
 from megatrain_ray.layout import LayerSpec, align_up
 from megatrain_ray.observe.layer_facts import describe_state
@@ -49,8 +57,6 @@ _logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _FILE = re.compile(r"(embed|head|layer-\d+)(\.grads)?\.\d+\.safetensors|\.?manifest\.json(\.partial)?")
-_TRANSFERS = 4
-"""Transfers under way at once: enough for a drive's queue, few enough to bound staging memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +130,7 @@ class NvmeStore:
         self._writers: dict[int, CheckpointWriter] = {}
         self._policy = DirectPolicy(direct_io)
         self._pool = AlignedPool(pool_bytes)
-        self._transfers = ThreadPoolExecutor(_TRANSFERS, "transfer")
+        self._transfers = ThreadPoolExecutor(TRANSFERS, "transfer")
         self._staging: list[NDArray[np.uint8]] = []
         self._commit = asyncio.Lock()
         self._versions: dict[str, list[_Version]] = {}
