@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from megatrain_ray import prepare, speeds
-from megatrain_ray.actors import nvme_store
 from megatrain_ray.config import Config
+from megatrain_ray.direct_io import TRANSFERS
 from megatrain_ray.errors import ConfigError, PlanError
 from megatrain_ray.machine import Speeds
 from megatrain_ray.machine_file import load_machine
@@ -63,7 +63,7 @@ def test_no_plan_for_a_gpu_that_is_not_described(
 
 
 def test_checksums_are_measured_as_the_store_computes_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    together, blocks = Barrier(nvme_store._TRANSFERS), []
+    together, blocks = Barrier(TRANSFERS), []
 
     def digest(block: memoryview) -> None:
         together.wait(timeout=10)  # breaks if fewer are under way
